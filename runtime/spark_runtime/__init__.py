@@ -1,0 +1,1 @@
+"""Loading models, counting their routing, and deciding which experts deserve video memory."""

@@ -1,0 +1,198 @@
+"""From counts to frequencies to slots to an expected cold-hit rate. Pure: numpy alone.
+
+Everything that the agent and the service both compute lives here once. Values per (layer, expert) are a list with one
+1-D array per MoE layer, in block order, because layers may differ in their number of experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "BudgetTooSmallError",
+    "Interval",
+    "LayerSizes",
+    "bootstrap_interval",
+    "cold_hit_rate",
+    "expert_order",
+    "floor_bytes",
+    "frequencies",
+    "greedy_slots",
+    "hot_set",
+    "residency_budget",
+    "shares",
+    "uniform_slots",
+]
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+FULL_WEIGHT_TOKENS = 256
+"""Sessions with fewer tokens vote with a proportionally smaller weight, so that a stray prompt is not a whole vote."""
+PRIOR_TOKENS = 4.0
+"""Worth of the uniform prior, in tokens of one full session: experts never seen stay possible, ordered by nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSizes:
+    """What placement needs to know of one MoE layer."""
+
+    n_experts: int
+    top_k: int
+    expert_bytes: int
+
+    @property
+    def floor_slots(self) -> int:
+        """Fewest slots: twice the selections of a token, so that a safe victim always exists."""
+        return min(2 * self.top_k, self.n_experts)
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A mean with the ends of its 95% interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+class BudgetTooSmallError(ValueError):
+    """The budget does not hold the floor of ``2 * top_k`` slots in every layer."""
+
+    def __init__(self, budget_bytes: int, needed_bytes: int) -> None:
+        super().__init__(
+            f"{budget_bytes} bytes for experts, expected at least {needed_bytes} (2 * top_k slots in every layer)"
+        )
+        self.budget_bytes = budget_bytes
+        self.needed_bytes = needed_bytes
+
+
+def shares(counts: Sequence[IntArray]) -> list[FloatArray]:
+    """Each layer's counts as shares of its selections; a layer without selections gives zeros."""
+    result: list[FloatArray] = []
+    for layer in counts:
+        total = int(layer.sum())
+        result.append(layer / total if total else np.zeros(len(layer)))
+    return result
+
+
+def frequencies(sessions: Sequence[Sequence[IntArray]], tokens: Sequence[int]) -> list[FloatArray]:
+    """A workload's expert frequencies: the mean of its sessions' shares plus a small uniform prior.
+
+    ``sessions[s][l][e]`` are counts and ``tokens[s]`` the routed tokens behind them. Each session is one vote, smaller
+    for sessions under ``FULL_WEIGHT_TOKENS``, so that one long session does not decide for a team. Every layer of the
+    result is positive and sums to one. The result does not depend on the order of sessions beyond float addition;
+    callers that need the same bits sort them first. Raises ``ValueError`` without sessions.
+    """
+    if not sessions:
+        raise ValueError("no sessions, expected at least one")
+    result: list[FloatArray] = []
+    weights = np.minimum(np.asarray(tokens, dtype=np.float64) / FULL_WEIGHT_TOKENS, 1.0)
+    prior = PRIOR_TOKENS / FULL_WEIGHT_TOKENS
+    for layer in range(len(sessions[0])):
+        n_experts = len(sessions[0][layer])
+        votes = np.full(n_experts, prior / n_experts)
+        total = prior
+        for session, weight in zip(sessions, weights, strict=True):
+            counts = session[layer]
+            selections = int(counts.sum())
+            if selections:
+                votes += weight * (counts / selections)
+                total += float(weight)
+        result.append(votes / total)
+    return result
+
+
+def expert_order(frequency: FloatArray) -> IntArray:
+    """Expert ids of one layer from hottest to coldest; equal frequencies by lower id."""
+    return np.argsort(-frequency, kind="stable")
+
+
+def hot_set(frequency: Sequence[FloatArray], slots: Sequence[int]) -> list[IntArray]:
+    """The ids resident in each layer, hottest first."""
+    return [expert_order(layer)[:count] for layer, count in zip(frequency, slots, strict=True)]
+
+
+def floor_bytes(layers: Sequence[LayerSizes]) -> int:
+    """Bytes of the smallest placement."""
+    return sum(layer.floor_slots * layer.expert_bytes for layer in layers)
+
+
+def residency_budget(layers: Sequence[LayerSizes], residency: float) -> int:
+    """Bytes of a share of all experts, but never less than the floor."""
+    total = sum(layer.n_experts * layer.expert_bytes for layer in layers)
+    return max(int(residency * total), floor_bytes(layers))
+
+
+def greedy_slots(frequency: Sequence[FloatArray], layers: Sequence[LayerSizes], budget_bytes: int) -> list[int]:
+    """Slots per layer that cover the most expected selections within the budget.
+
+    The floor of every layer comes first; the rest goes to the largest frequency per byte. Within a layer that is the
+    order of frequencies, so this is the greedy of the fractional knapsack: optimal up to one expert. A selection
+    counts the same in every layer, weighted by the layer's top-k. Raises :class:`BudgetTooSmallError` under the floor.
+    """
+    slots = [layer.floor_slots for layer in layers]
+    left = budget_bytes - floor_bytes(layers)
+    if left < 0:
+        raise BudgetTooSmallError(budget_bytes, budget_bytes - left)
+    gains, owners = [], []
+    for index, (layer, freq) in enumerate(zip(layers, frequency, strict=True)):
+        ranked = np.sort(freq)[::-1][layer.floor_slots :]
+        gains.append(ranked * (layer.top_k / layer.expert_bytes))
+        owners.append(np.full(len(ranked), index))
+    order = np.argsort(-np.concatenate(gains), kind="stable")
+    for index in np.concatenate(owners)[order]:
+        expert_bytes = layers[index].expert_bytes
+        if expert_bytes <= left:
+            slots[index] += 1
+            left -= expert_bytes
+    return slots
+
+
+def uniform_slots(layers: Sequence[LayerSizes], budget_bytes: int) -> list[int]:
+    """The same share of every layer within the budget, floors respected, what is left to the first layers."""
+    slots = [layer.floor_slots for layer in layers]
+    left = budget_bytes - floor_bytes(layers)
+    if left < 0:
+        raise BudgetTooSmallError(budget_bytes, budget_bytes - left)
+    # One expert at a time to the layer with the smallest resident share: exact for any mix of sizes.
+    open_layers = set(range(len(layers)))
+    while open_layers:
+        index = min(open_layers, key=lambda i: (slots[i] / layers[i].n_experts, i))
+        if slots[index] == layers[index].n_experts or layers[index].expert_bytes > left:
+            open_layers.remove(index)
+            continue
+        slots[index] += 1
+        left -= layers[index].expert_bytes
+    return slots
+
+
+def cold_hit_rate(counts: Sequence[IntArray], resident: Sequence[IntArray]) -> float:
+    """Share of a session's selections whose expert is not resident (a static placement). ``nan`` without selections."""
+    selections = sum(int(layer.sum()) for layer in counts)
+    if not selections:
+        return float("nan")
+    covered = sum(int(layer[ids].sum()) for layer, ids in zip(counts, resident, strict=True))
+    return 1.0 - covered / selections
+
+
+def bootstrap_interval(values: Sequence[float], *, seed: int = 0, resamples: int = 2000) -> Interval:
+    """Mean of per-session values with a 95% percentile bootstrap interval over sessions (Efron 1979).
+
+    Sessions are the unit, not tokens: tokens of one session are not independent. One session gives no interval, so
+    its ends are 0 and 1. Raises ``ValueError`` without values.
+    """
+    data = np.asarray(values, dtype=np.float64)
+    if not len(data):
+        raise ValueError("no values, expected at least one session")
+    mean = float(data.mean())
+    if len(data) == 1:
+        return Interval(mean, 0.0, 1.0)
+    rng = np.random.default_rng(seed)
+    means = data[rng.integers(0, len(data), size=(resamples, len(data)))].mean(axis=1)
+    low, high = np.quantile(means, [0.025, 0.975])
+    return Interval(mean, float(low), float(high))

@@ -1,0 +1,76 @@
+"""The shape of a mixture-of-experts model: what placement needs to know about a GGUF."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from spark_schemas.base import Schema
+from spark_schemas.ids import Count, Fingerprint, SiblingId
+
+__all__ = ["ExpertLayer", "ModelShape"]
+
+
+class ExpertLayer(Schema):
+    """One block with routed experts. Blocks without experts are absent."""
+
+    block: Annotated[int, Field(ge=0, lt=65536)]
+    n_experts: Annotated[int, Field(ge=1, le=65536)]
+    top_k: Annotated[int, Field(ge=1)]
+    n_shared: Annotated[int, Field(ge=0)] = 0
+    fused_gate_up: bool = False
+    expert_bytes: Annotated[int, Field(ge=1)]
+    """Exact bytes of one expert over all its tensors (weights, biases, scales); equal for all experts of a layer."""
+    tensor_types: dict[str, str]
+    """ggml type by tensor kind, for example ``{"up": "q4_K", "down": "q6_K"}``."""
+
+    @model_validator(mode="after")
+    def _top_k_fits(self) -> Self:
+        if self.top_k > self.n_experts:
+            raise ValueError(
+                f"block {self.block}: top_k is {self.top_k}, expected at most n_experts = {self.n_experts}"
+            )
+        return self
+
+    @property
+    def floor_slots(self) -> int:
+        """Fewest slots a tiered layer may have: ``2 * top_k``, so half are always safe to evict."""
+        return min(2 * self.top_k, self.n_experts)
+
+
+class ModelShape(Schema):
+    """Identity and sizes of one GGUF model."""
+
+    schema_version: Literal[1] = 1
+    fingerprint: Fingerprint
+    sibling: SiblingId
+    architecture: Annotated[str, Field(min_length=1, max_length=64)]
+    name: Annotated[str, Field(max_length=200)] | None = None
+    n_blocks: Annotated[int, Field(ge=1)]
+    context_length: Annotated[int, Field(ge=1)]
+    """Longest context the model was trained for, tokens."""
+    core_bytes: Count
+    """All tensors that are not routed experts."""
+    kv_bytes_per_token: Count
+    """Upper bound for a 16-bit KV cache; sliding windows and shared heads may need less."""
+    layers: Annotated[tuple[ExpertLayer, ...], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _layers_ordered(self) -> Self:
+        blocks = [layer.block for layer in self.layers]
+        if blocks != sorted(set(blocks)):
+            raise ValueError(f"layers must be unique and in block order, found blocks {blocks}")
+        if blocks[-1] >= self.n_blocks:
+            raise ValueError(f"layer block {blocks[-1]} is outside the model's {self.n_blocks} blocks")
+        return self
+
+    @property
+    def expert_bytes_total(self) -> int:
+        """Bytes of all routed experts."""
+        return sum(layer.n_experts * layer.expert_bytes for layer in self.layers)
+
+    @property
+    def floor_bytes(self) -> int:
+        """Bytes of the smallest tiered placement: every layer at ``floor_slots``."""
+        return sum(layer.floor_slots * layer.expert_bytes for layer in self.layers)

@@ -1,0 +1,69 @@
+"""Profiles: how often a workload selects each expert, and how well that predicted sessions it never saw."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from spark_schemas.base import Schema
+from spark_schemas.ids import Count, Fingerprint, Phase, Policy, Revision, Verdict, WorkloadName
+
+__all__ = ["CurvePoint", "LayerFrequencies", "Profile", "ProfileSummary"]
+
+Rate = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class CurvePoint(Schema):
+    """Cold-hit rate of one policy at one residency over the held-out sessions, with a 95% bootstrap interval."""
+
+    policy: Policy
+    residency: Annotated[float, Field(gt=0.0, le=1.0)]
+    """Share of all expert bytes in video memory."""
+    cold_hit_rate: Rate
+    low: Rate
+    high: Rate
+    profiles: tuple[WorkloadName, ...] = ()
+    """Whose profiles placed the experts: this workload's, or for ``other`` the ones averaged over."""
+
+
+class LayerFrequencies(Schema):
+    """Expected share of a block's selections per expert; sums to one."""
+
+    block: Annotated[int, Field(ge=0)]
+    shares: Annotated[tuple[Rate, ...], Field(min_length=1)]
+    selections: Annotated[tuple[Count, ...], Field(min_length=1)]
+    """Token-weighted sum over the calibration sessions, kept beside the mean of shares."""
+
+
+class ProfileSummary(Schema):
+    """What a list of profiles shows."""
+
+    fingerprint: Fingerprint
+    model_name: str | None
+    workload: WorkloadName
+    phase: Phase
+    revision: Revision
+    n_calibration: Count
+    n_held_out: Count
+    verdict: Verdict | None
+
+
+class Profile(Schema):
+    """Expert frequencies of one (fingerprint, workload, phase) with their evaluation on held-out sessions."""
+
+    schema_version: Literal[1] = 1
+    fingerprint: Fingerprint
+    workload: WorkloadName
+    phase: Phase
+    revision: Revision
+    """SHA-256 over everything the profile was built from; changes exactly when its inputs change."""
+    n_calibration: Count
+    n_held_out: Count
+    tokens_calibration: Count
+    tokens_held_out: Count
+    layers: tuple[LayerFrequencies, ...]
+    curves: tuple[CurvePoint, ...]
+    verdict: Verdict | None
+    """``None`` while too few held-out sessions support one; ``verdict_reason`` says how many are missing."""
+    verdict_reason: str
