@@ -11,11 +11,11 @@ IntArray = NDArray[np.int64]
 
 
 class RecencyOrder:
-    """Recency order of one layer's experts (the stack of Mattson et al. 1970, "Evaluation techniques for storage
-    hierarchies").
+    """Recency order of one layer's experts.
 
-    The reuse distance of a selection is the number of experts used more recently than it. An LRU cache of C slots,
-    C at least top-k, holds exactly the C most recent experts, so it misses a selection when its distance is at least C.
+    This is the stack of Mattson et al. 1970, "Evaluation techniques for storage hierarchies". The reuse distance of a
+    selection is the number of experts used more recently than it. An LRU cache of C slots, C at least top-k, holds
+    exactly the C most recent experts, so it misses a selection when its distance is at least C.
     """
 
     def __init__(self, n_experts: int, initial: IntArray | None = None) -> None:

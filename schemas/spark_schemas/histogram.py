@@ -33,10 +33,11 @@ class LayerCounts(Schema):
 
 
 class LayerReuse(Schema):
-    """Reuse distances of one block in decode: ``distances[d]`` for d < n_experts counts selections whose expert was
-    the d-th most recently used one of the block; the last entry counts first selections in the session.
+    """Reuse distances of one block in decode.
 
-    A cache of C slots that evicts the least recently used expert misses exactly ``sum(distances[C:])`` times.
+    ``distances[d]`` for d < n_experts counts selections whose expert was the d-th most recently used one of the block;
+    the last entry counts first selections in the session. A cache of C slots that evicts the least recently used
+    expert misses exactly ``sum(distances[C:])`` times.
     """
 
     block: Annotated[int, Field(ge=0)]
@@ -72,8 +73,9 @@ class SessionHistogram(Schema):
 
 
 class HistogramUpload(Schema):
-    """Body of ``POST /api/v1/histograms``: sessions of one model. Counts only: no order, no token ids, no text,
-    no host, no path.
+    """Body of ``POST /api/v1/histograms``: sessions of one model.
+
+    Counts only: no order, no token ids, no text, no host, no path.
     """
 
     schema_version: Literal[1] = 1

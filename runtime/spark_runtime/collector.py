@@ -1,0 +1,72 @@
+"""Between the engine and a session's counts: checks what was read and commits one decode call at a time.
+
+The engine says when a call begins and ends; a source of selections (today the evaluation callback of ``tap``, later
+the native backend's counters) says what was selected. Nothing else knows where selections come from.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spark_runtime.errors import RoutingReadError
+from spark_runtime.session_counts import SessionCounts
+from spark_schemas.ids import Phase
+from spark_schemas.model import ModelShape
+
+__all__ = ["Collector"]
+
+IntArray = NDArray[np.int64]
+
+
+class Collector:
+    """Gathers the selections of one decode call and adds them to the current session when the call has succeeded.
+
+    A failed or cancelled call leaves no half-counted layer behind.
+    """
+
+    def __init__(self, shape: ModelShape) -> None:
+        self.shape = shape
+        self.session: SessionCounts | None = None
+        """Where selections go; ``None`` drops them."""
+        self._index_of = {layer.block: index for index, layer in enumerate(shape.layers)}
+        self._pending: list[list[IntArray]] = [[] for _ in shape.layers]
+
+    def begin(self) -> None:
+        """Start a decode call: forget what a failed one left."""
+        for parts in self._pending:
+            parts.clear()
+
+    def observe(self, block: int, ids: IntArray) -> None:
+        """Take ``ids[token, k]`` that a block selected; raise :class:`RoutingReadError` if no router can have."""
+        index = self._index_of.get(block)
+        if index is None:
+            raise RoutingReadError(f"block {block} selected experts, expected only {sorted(self._index_of)}")
+        layer = self.shape.layers[index]
+        if ids.ndim != 2 or ids.shape[1] != layer.top_k:
+            raise RoutingReadError(f"block {block} selected {ids.shape} experts, expected (tokens, {layer.top_k})")
+        if ids.size and not (ids.min() >= 0 and ids.max() < layer.n_experts):
+            raise RoutingReadError(
+                f"block {block} selected experts {ids.min()} to {ids.max()}, expected 0 to {layer.n_experts - 1}"
+            )
+        self._pending[index].append(ids)
+
+    def commit(self, phase: Phase, n_tokens: int) -> None:
+        """End a decode call of ``n_tokens`` tokens that succeeded."""
+        if self.session is None:
+            self.begin()
+            return
+        ids = []
+        last = len(self.shape.layers) - 1
+        for index, (layer, parts) in enumerate(zip(self.shape.layers, self._pending, strict=True)):
+            selected = np.concatenate(parts) if parts else np.empty((0, layer.top_k), dtype=np.int64)
+            # llama.cpp drops rows that need no output before the last block's experts.
+            complete = len(selected) == n_tokens or (index == last and phase == "prefill" and len(selected) < n_tokens)
+            if not complete:
+                raise RoutingReadError(
+                    f"block {layer.block} routed {len(selected)} tokens, expected {n_tokens}: counting stopped",
+                    "report this model's architecture: its experts are not read correctly",
+                )
+            ids.append(selected)
+        self.session.add(phase, n_tokens, ids)
+        self.begin()

@@ -1,0 +1,245 @@
+"""One engine for everything that computes: serving, recording, measuring.
+
+It owns the context's tokens (so a prompt that continues the last one computes only what is new), says which phase a
+token belongs to, and hands every successful decode call to the collector.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spark_runtime.collector import Collector
+from spark_runtime.errors import ContextFullError, ModelMismatchError
+from spark_runtime.llama import LlamaContext, bindings
+from spark_runtime.model_shape import read_model_shape
+from spark_runtime.sampling import Sampling
+from spark_runtime.session_counts import SessionCounts
+from spark_runtime.tap import EvalTap
+from spark_schemas.ids import Phase
+from spark_schemas.manifest import PlacementManifest
+from spark_schemas.model import ModelShape
+
+__all__ = ["Engine", "EngineOptions", "check_manifest"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How a model is opened."""
+
+    n_ctx: int = 0
+    """Context, tokens; 0 takes what the model was trained for."""
+    n_batch: int = 512
+    n_threads: int = 0
+    """0 takes the cores this process may use."""
+    n_gpu_layers: int = -1
+    """Layers on the GPU where llama.cpp has one; -1 is all of them."""
+    count_routing: bool = True
+
+
+class Engine:
+    """A model that generates and counts its routing. Not thread-safe: one caller at a time."""
+
+    def __init__(self, context: LlamaContext, shape: ModelShape, collector: Collector | None) -> None:
+        self.shape = shape
+        self.n_ctx = context.n_ctx
+        self._context = context
+        self._collector = collector
+        self._tokens: list[int] = []
+
+    @classmethod
+    def load(cls, path: Path, options: EngineOptions | None = None) -> Self:
+        """Read the shape, then load the model; errors as ``model_shape.shape_of`` and ``LlamaContext``."""
+        options = options or EngineOptions()
+        shape = read_model_shape(path)
+        collector = Collector(shape) if options.count_routing else None
+        resolved = replace(
+            options,
+            n_ctx=options.n_ctx or shape.context_length,
+            n_threads=options.n_threads or len(os.sched_getaffinity(0)),
+        )
+        if resolved.n_ctx > shape.context_length:
+            raise ContextFullError(
+                f"a context of {resolved.n_ctx} tokens, but {path.name} was trained for {shape.context_length}",
+                f"pass --ctx {shape.context_length} or less",
+            )
+        context = LlamaContext(
+            path,
+            n_ctx=resolved.n_ctx,
+            n_batch=min(resolved.n_batch, resolved.n_ctx),
+            n_threads=resolved.n_threads,
+            n_gpu_layers=resolved.n_gpu_layers if bindings().llama_supports_gpu_offload() else 0,
+            tap=EvalTap(collector) if collector is not None else None,
+        )
+        return cls(context, shape, collector)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the model; safe to call twice."""
+        self._context.close()
+
+    @contextmanager
+    def counting(self, session: SessionCounts | None) -> Iterator[None]:
+        """Add what is selected inside the block to a session."""
+        if self._collector is None:
+            yield
+            return
+        previous, self._collector.session = self._collector.session, session
+        try:
+            yield
+        finally:
+            self._collector.session = previous
+
+    def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """Token ids of a text; markers inside it are plain text unless ``parse_special``."""
+        return self._context.tokenize(text, add_special=add_special, parse_special=parse_special)
+
+    def piece(self, token: int) -> bytes:
+        """Bytes of one token; a character may be spread over several."""
+        return self._context.piece(token)
+
+    def is_end(self, token: int) -> bool:
+        """Whether a token ends generation."""
+        return self._context.is_end(token)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's own chat template."""
+        return self._context.chat_template()
+
+    def special_text(self, which: str) -> str:
+        """Text of the ``bos`` or ``eos`` token."""
+        return self._context.special_text(which)
+
+    @property
+    def n_past(self) -> int:
+        """Tokens in the context."""
+        return len(self._tokens)
+
+    def reset(self) -> None:
+        """Forget the conversation."""
+        self._context.forget_all()
+        self._tokens.clear()
+
+    def feed(self, tokens: Sequence[int], phase: Phase, *, batch: int | None = None) -> None:
+        """Compute tokens that are already known, counted as ``phase``.
+
+        In decode every token's experts are computed in every block, as if each had been generated alone; ``batch``
+        tokens go at once. Raises :class:`ContextFullError` before computing anything that does not fit.
+        """
+        if self.n_past + len(tokens) > self.n_ctx:
+            raise ContextFullError(
+                f"{self.n_past + len(tokens)} tokens, but the context holds {self.n_ctx}",
+                "shorten the conversation or raise --ctx",
+            )
+        step = min(batch or self._context.n_batch, self._context.n_batch)
+        for start in range(0, len(tokens), step):
+            self._decode(tokens[start : start + step], phase)
+
+    def _decode(self, tokens: Sequence[int], phase: Phase) -> None:
+        if self._collector is not None:
+            self._collector.begin()
+        try:
+            self._context.decode(tokens, self.n_past, all_outputs=phase == "decode")
+            if self._collector is not None:
+                self._collector.commit(phase, len(tokens))
+        except BaseException:
+            # What the context holds beyond the known tokens is undefined after a failed call.
+            if not self._context.forget_from(self.n_past):
+                self.reset()
+            raise
+        self._tokens.extend(tokens)
+
+    def prompt(self, tokens: Sequence[int]) -> int:
+        """Make the context hold exactly ``tokens``, computing only what differs; return how many were reused.
+
+        The last token is always computed, because its logits are needed.
+        """
+        if not tokens:
+            raise ContextFullError("an empty prompt", "send at least one token")
+        if len(tokens) > self.n_ctx:
+            raise ContextFullError(
+                f"a prompt of {len(tokens)} tokens, but the context holds {self.n_ctx}",
+                "shorten the conversation or raise --ctx",
+            )
+        common = 0
+        for old, new in zip(self._tokens, tokens[:-1], strict=False):
+            if old != new:
+                break
+            common += 1
+        if common < self.n_past:
+            if self._context.forget_from(common):
+                del self._tokens[common:]
+            else:
+                self.reset()
+                common = 0
+        self.feed(tokens[common:], "prefill")
+        return common
+
+    def generate(self, sampling: Sampling, max_tokens: int) -> Iterator[int]:
+        """Generate after :meth:`prompt`, at most ``max_tokens`` and to the end of the context.
+
+        An ending token is yielded and not computed. Closing the iterator stops at once.
+        """
+        sampler = sampling.build(bindings())
+        try:
+            for _ in range(max_tokens):
+                token = self._context.sample(sampler)
+                yield token
+                if self._context.is_end(token) or self.n_past >= self.n_ctx:
+                    return
+                self._decode([token], "decode")
+        finally:
+            bindings().llama_sampler_free(sampler)
+
+    def logits(self) -> NDArray[np.float32]:
+        """Logits after the last computed token, ``[n_vocab]``."""
+        return self._context.logits()
+
+
+def check_manifest(manifest: PlacementManifest, shape: ModelShape) -> None:
+    """Refuse a manifest of another model; raise :class:`ModelMismatchError` naming both sides."""
+    if manifest.fingerprint == shape.fingerprint:
+        _check_layers(manifest, shape)
+        return
+    if manifest.sibling == shape.sibling:
+        raise ModelMismatchError(
+            f"the manifest is for another quantisation of this model: it is for {manifest.fingerprint}, "
+            f"this file is {shape.fingerprint}",
+            f"pull one for this file: spark pull-profile {manifest.workload} --model FILE",
+        )
+    raise ModelMismatchError(
+        f"the manifest is for another model: {manifest.fingerprint}, this file is {shape.fingerprint}",
+        f"pull one for this model: spark pull-profile {manifest.workload} --model FILE",
+    )
+
+
+def _check_layers(manifest: PlacementManifest, shape: ModelShape) -> None:
+    for placed, layer in zip(manifest.layers, shape.layers, strict=False):
+        found = (placed.block, placed.n_experts, placed.top_k, placed.expert_bytes)
+        expected = (layer.block, layer.n_experts, layer.top_k, layer.expert_bytes)
+        if found != expected:
+            raise ModelMismatchError(
+                f"the manifest's layer (block, experts, top-k, bytes) is {found}, the model's is {expected}",
+                "the manifest was altered or damaged: pull it again",
+            )
+    if len(manifest.layers) != len(shape.layers):
+        raise ModelMismatchError(
+            f"the manifest has {len(manifest.layers)} layers with experts, the model {len(shape.layers)}",
+            "the manifest was altered or damaged: pull it again",
+        )

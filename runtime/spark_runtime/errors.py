@@ -1,0 +1,88 @@
+"""Errors of the runtime.
+
+SparkRuntimeError
+├── InstallationError          the installed llama-cpp-python is missing or not the one this version is checked against
+├── ModelFileError             the file cannot be read as a model
+│   ├── NotGgufError           it is something else
+│   └── TruncatedModelError    it ends too early, or a shard is missing
+├── UnsupportedModelError      a valid GGUF that llama.cpp or Spark cannot run
+│   └── NotMoeError            it has no routed experts
+├── ModelMismatchError         a manifest or profile of another model
+├── ContextFullError           a prompt or conversation longer than the context
+├── ChatTemplateError          the model's chat template fails on these messages
+├── RoutingReadError           what llama.cpp computed cannot be a router's selection
+└── DecodeError                llama.cpp failed while computing
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ChatTemplateError",
+    "ContextFullError",
+    "DecodeError",
+    "InstallationError",
+    "ModelFileError",
+    "ModelMismatchError",
+    "NotGgufError",
+    "NotMoeError",
+    "RoutingReadError",
+    "SparkRuntimeError",
+    "TruncatedModelError",
+    "UnsupportedModelError",
+]
+
+
+class SparkRuntimeError(Exception):
+    """A failure with a message for a person, a hint of what to do, and the exit code a command ends with."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class InstallationError(SparkRuntimeError):
+    """llama-cpp-python is missing, or another version than the pinned one."""
+
+
+class ModelFileError(SparkRuntimeError):
+    """A model file that cannot be read."""
+
+
+class NotGgufError(ModelFileError):
+    """The file is not GGUF."""
+
+
+class TruncatedModelError(ModelFileError):
+    """The file or one of its shards is incomplete."""
+
+
+class UnsupportedModelError(SparkRuntimeError):
+    """A readable model that cannot be run."""
+
+
+class NotMoeError(UnsupportedModelError):
+    """A dense model: there are no experts to place."""
+
+
+class ModelMismatchError(SparkRuntimeError):
+    """Refused for safety: placement data of another model."""
+
+    exit_code = 3
+
+
+class ContextFullError(SparkRuntimeError):
+    """More tokens than the context holds."""
+
+
+class ChatTemplateError(SparkRuntimeError):
+    """The chat template rejects the messages."""
+
+
+class RoutingReadError(SparkRuntimeError):
+    """Selections that no router can have made."""
+
+
+class DecodeError(SparkRuntimeError):
+    """llama.cpp returned an error from a decode call."""

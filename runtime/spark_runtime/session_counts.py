@@ -1,0 +1,92 @@
+"""Counts of one session: selections per (phase, layer, expert), reuse distances, and optionally the decode trace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spark_runtime.recency import RecencyOrder
+from spark_schemas.histogram import LayerCounts, LayerReuse, PhaseHistogram, SessionHistogram
+from spark_schemas.ids import Phase
+from spark_schemas.model import ModelShape
+from spark_schemas.split import split_of
+
+__all__ = ["SessionCounts"]
+
+IntArray = NDArray[np.int64]
+
+
+class SessionCounts:
+    """Accumulates one session's selections, one committed decode call after another.
+
+    Prefill and decode are counted apart. Reuse distances are kept for decode only: prefill touches nearly every expert
+    and goes around the slots. A trace keeps the order of selections; it never leaves the machine.
+    """
+
+    def __init__(self, shape: ModelShape, *, keep_trace: bool = False) -> None:
+        self.shape = shape
+        self.tokens: dict[Phase, int] = {"prefill": 0, "decode": 0}
+        self.counts: dict[Phase, list[IntArray]] = {
+            phase: [np.zeros(layer.n_experts, dtype=np.int64) for layer in shape.layers] for phase in self.tokens
+        }
+        self._routed: dict[Phase, list[int]] = {phase: [0] * len(shape.layers) for phase in self.tokens}
+        self._recency = [RecencyOrder(layer.n_experts) for layer in shape.layers]
+        self._distances = [np.zeros(layer.n_experts + 1, dtype=np.int64) for layer in shape.layers]
+        self._trace: list[list[IntArray]] | None = [[] for _ in shape.layers] if keep_trace else None
+
+    def add(self, phase: Phase, n_tokens: int, ids: Sequence[IntArray]) -> None:
+        """Add ``ids[layer][token, k]`` of ``n_tokens`` tokens, in their order."""
+        self.tokens[phase] += n_tokens
+        for index, selected in enumerate(ids):
+            n_experts = self.shape.layers[index].n_experts
+            self.counts[phase][index] += np.bincount(selected.ravel(), minlength=n_experts)
+            self._routed[phase][index] += len(selected)
+            if phase == "decode":
+                distances = self._recency[index].observe(selected)
+                self._distances[index] += np.bincount(distances.ravel(), minlength=n_experts + 1)
+                if self._trace is not None:
+                    self._trace[index].append(selected)
+
+    @property
+    def tokens_total(self) -> int:
+        """Tokens of both phases."""
+        return sum(self.tokens.values())
+
+    def trace(self) -> list[IntArray]:
+        """Decode selections ``ids[token, k]`` of every layer; raise ``ValueError`` when none were to be kept."""
+        if self._trace is None:
+            raise ValueError("no trace was kept, expected SessionCounts(keep_trace=True)")
+        return [
+            np.concatenate(parts) if parts else np.empty((0, layer.top_k), dtype=np.int64)
+            for parts, layer in zip(self._trace, self.shape.layers, strict=True)
+        ]
+
+    def to_histogram(self, session_hash: str, workload: str) -> SessionHistogram | None:
+        """The counts as they may be stored and uploaded; ``None`` before the first token."""
+        if not self.tokens_total:
+            return None
+        return SessionHistogram(
+            session_hash=session_hash,
+            split=split_of(session_hash),
+            workload=workload,
+            prefill=self._phase("prefill"),
+            decode=self._phase("decode"),
+            reuse=self._reuse() if self.tokens["decode"] else None,
+        )
+
+    def _phase(self, phase: Phase) -> PhaseHistogram | None:
+        if not self.tokens[phase]:
+            return None
+        layers = tuple(
+            LayerCounts(block=layer.block, tokens=routed, counts=tuple(counts.tolist()))
+            for layer, routed, counts in zip(self.shape.layers, self._routed[phase], self.counts[phase], strict=True)
+        )
+        return PhaseHistogram(tokens=self.tokens[phase], layers=layers)
+
+    def _reuse(self) -> tuple[LayerReuse, ...]:
+        return tuple(
+            LayerReuse(block=layer.block, distances=tuple(distances.tolist()))
+            for layer, distances in zip(self.shape.layers, self._distances, strict=True)
+        )
