@@ -26,17 +26,18 @@ class ChatFormat:
         from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
         self._template_error = TemplateError
-        self.from_model = engine.chat_template is not None
+        self._engine = engine
+        self._bos = engine.special_text("bos")
         try:
             self._format = Jinja2ChatFormatter(
                 template=engine.chat_template or _CHATML,
                 eos_token=engine.special_text("eos"),
-                bos_token=engine.special_text("bos"),
+                bos_token=self._bos,
             )
         except TemplateError as error:
             raise ChatTemplateError(f"the model's chat template cannot be read: {error}") from error
 
-    def prompt(self, messages: Sequence[dict[str, Any]]) -> str:
+    def prompt(self, messages: Any) -> str:
         """The prompt that asks for the next assistant message.
 
         Raises :class:`ChatTemplateError` when the template refuses, for example two user messages in a row.
@@ -48,6 +49,11 @@ class ChatFormat:
                 f"the model's chat template rejects these messages: {error}",
                 "check the order of roles and that every content is text",
             ) from error
+
+    def tokenize(self, prompt: str, *, starts: bool = True) -> list[int]:
+        """Token ids of a prompt, or of a later part of one; a start token is added once, never twice."""
+        add_special = starts and not (self._bos and prompt.startswith(self._bos))
+        return self._engine.tokenize(prompt, add_special=add_special, parse_special=True)
 
 
 class TextStream:

@@ -28,7 +28,10 @@ from spark_schemas.ids import Phase
 from spark_schemas.manifest import PlacementManifest
 from spark_schemas.model import ModelShape
 
-__all__ = ["Engine", "EngineOptions", "check_manifest"]
+__all__ = ["Engine", "EngineOptions", "check_manifest", "default_context"]
+
+MAX_DEFAULT_CONTEXT = 8192
+"""Models are trained for up to a million tokens; a context nobody asked for should not eat the memory of experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class EngineOptions:
     """How a model is opened."""
 
     n_ctx: int = 0
-    """Context, tokens; 0 takes what the model was trained for."""
+    """Context, tokens; 0 takes :func:`default_context`."""
     n_batch: int = 512
     n_threads: int = 0
     """0 takes the cores this process may use."""
@@ -48,9 +51,10 @@ class EngineOptions:
 class Engine:
     """A model that generates and counts its routing. Not thread-safe: one caller at a time."""
 
-    def __init__(self, context: LlamaContext, shape: ModelShape, collector: Collector | None) -> None:
+    def __init__(self, context: LlamaContext, shape: ModelShape, collector: Collector | None, *, on_gpu: bool) -> None:
         self.shape = shape
         self.n_ctx = context.n_ctx
+        self.on_gpu = on_gpu
         self._context = context
         self._collector = collector
         self._tokens: list[int] = []
@@ -63,7 +67,7 @@ class Engine:
         collector = Collector(shape) if options.count_routing else None
         resolved = replace(
             options,
-            n_ctx=options.n_ctx or shape.context_length,
+            n_ctx=options.n_ctx or default_context(shape),
             n_threads=options.n_threads or len(os.sched_getaffinity(0)),
         )
         if resolved.n_ctx > shape.context_length:
@@ -71,15 +75,16 @@ class Engine:
                 f"a context of {resolved.n_ctx} tokens, but {path.name} was trained for {shape.context_length}",
                 f"pass --ctx {shape.context_length} or less",
             )
+        on_gpu = resolved.n_gpu_layers != 0 and bool(bindings().llama_supports_gpu_offload())
         context = LlamaContext(
             path,
             n_ctx=resolved.n_ctx,
             n_batch=min(resolved.n_batch, resolved.n_ctx),
             n_threads=resolved.n_threads,
-            n_gpu_layers=resolved.n_gpu_layers if bindings().llama_supports_gpu_offload() else 0,
+            n_gpu_layers=resolved.n_gpu_layers if on_gpu else 0,
             tap=EvalTap(collector) if collector is not None else None,
         )
-        return cls(context, shape, collector)
+        return cls(context, shape, collector, on_gpu=on_gpu)
 
     def __enter__(self) -> Self:
         return self
@@ -210,6 +215,11 @@ class Engine:
     def logits(self) -> NDArray[np.float32]:
         """Logits after the last computed token, ``[n_vocab]``."""
         return self._context.logits()
+
+
+def default_context(shape: ModelShape) -> int:
+    """Context when nobody asks for one: as trained, at most :data:`MAX_DEFAULT_CONTEXT` tokens."""
+    return min(shape.context_length, MAX_DEFAULT_CONTEXT)
 
 
 def check_manifest(manifest: PlacementManifest, shape: ModelShape) -> None:

@@ -1,0 +1,39 @@
+"""``spark-agent``: this machine's runtime, its recordings and its uploads."""
+
+from __future__ import annotations
+
+import typer
+
+from spark_agent.cli_spark import add_profile_commands, print_version
+from spark_agent.commands.doctor import doctor_command
+from spark_agent.commands.record import record_command
+from spark_agent.commands.run import run_command
+from spark_agent.commands.upload import upload_app
+from spark_agent.output import run_app
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Run mixture-of-experts models, count their routing, and place their experts by it.",
+)
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(False, "--version", help="Print the version.", callback=print_version, is_eager=True),
+) -> None:
+    """Run mixture-of-experts models, count their routing, and place their experts by it."""
+
+
+app.command("run")(run_command)
+app.command("record")(record_command)
+app.command("doctor")(doctor_command)
+app.add_typer(upload_app, name="upload")
+add_profile_commands(app)
+
+
+def main() -> None:
+    """Entry point."""
+    run_app(app)

@@ -1,0 +1,43 @@
+"""``spark``: profiles, from any machine."""
+
+from __future__ import annotations
+
+import typer
+
+from spark_agent import __version__
+from spark_agent.commands.profiles import profiles_app, pull_profile_command
+from spark_agent.output import run_app
+
+__all__ = ["add_profile_commands", "app", "main", "print_version"]
+
+app = typer.Typer(
+    no_args_is_help=True, pretty_exceptions_enable=False, help="Routing profiles: pull, list and compare them."
+)
+
+
+def print_version(wanted: bool) -> None:
+    """Print the version and end, when ``--version`` was given."""
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(False, "--version", help="Print the version.", callback=print_version, is_eager=True),
+) -> None:
+    """Routing profiles: pull, list and compare them."""
+
+
+def add_profile_commands(target: typer.Typer) -> None:
+    """Add what ``spark`` can do; ``spark-agent`` has it too, because other packages also install a ``spark``."""
+    target.command("pull-profile")(pull_profile_command)
+    target.add_typer(profiles_app, name="profiles")
+
+
+add_profile_commands(app)
+
+
+def main() -> None:
+    """Entry point."""
+    run_app(app)

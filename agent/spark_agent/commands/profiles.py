@@ -1,0 +1,193 @@
+"""``spark pull-profile`` and ``spark profiles``: what the service knows, for this model and this memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from spark_agent.context import AgentContext
+from spark_agent.sizes import format_size, parse_size
+
+if TYPE_CHECKING:
+    from spark_schemas.manifest import PlacementManifest
+    from spark_schemas.model import ModelShape
+
+__all__ = ["profiles_app", "pull_profile_command"]
+
+profiles_app = typer.Typer(no_args_is_help=True, help="Profiles and how well they predicted sessions they never saw.")
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Service = Annotated[str | None, typer.Option("--service", help="Address of the calibration service.")]
+Model = Annotated[Path | None, typer.Option("--model", help="GGUF file; the bundled demo model if left out.")]
+Workload = Annotated[str, typer.Argument(metavar="NAME", help="Workload, e.g. code-heavy.")]
+DEFAULT_RESIDENCY = 0.6
+
+
+def pull_profile_command(
+    name: Workload,
+    model: Model = None,
+    vram: Annotated[str | None, typer.Option(help="Video memory for the model, context and experts, e.g. 14G.")] = None,
+    ctx: Annotated[int, typer.Option(min=0, help="Context, tokens; 0: as trained, at most 8192.")] = 0,
+    reserve: Annotated[str, typer.Option(help="Video memory to leave free within --vram.")] = "0",
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write the manifest to this file.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the placement and store nothing.")] = False,
+    service: Service = None,
+    json: Json = False,
+) -> None:
+    """Get the best placement of a model's experts for a workload within a memory budget."""
+    from spark_agent.manifests import ManifestStore, PullKey, write_atomically
+    from spark_agent.paths import manifests_dir
+    from spark_runtime.engine import check_manifest, default_context
+    from spark_runtime.model_shape import read_model_shape
+
+    context = AgentContext.create(json_mode=json)
+    shape = read_model_shape(context.model_path(model))
+    n_ctx = ctx or default_context(shape)
+    reserve_bytes = parse_size(reserve)
+    vram_bytes = parse_size(vram) if vram is not None else _default_budget(context, shape, n_ctx, reserve_bytes)
+    store = ManifestStore(manifests_dir())
+    with context.client(service) as client:
+        key = PullKey(client.base_url, vram_bytes, n_ctx, reserve_bytes)
+        known = store.known(shape.fingerprint, name, key)
+        manifest, etag = client.manifest(
+            shape.fingerprint,
+            name,
+            vram_bytes=vram_bytes,
+            n_ctx=n_ctx,
+            reserve_bytes=reserve_bytes,
+            phase="decode",
+            etag=known[1] if known else None,
+        )
+    unchanged = manifest is None
+    if manifest is None:
+        # The service said "not modified", which it only does for an ETag that we sent.
+        manifest = known[0]  # type: ignore[index]
+    check_manifest(manifest, shape)
+    if not dry_run:
+        stored = store.put(manifest, key, etag)
+        context.output.info(f"{'unchanged' if unchanged else 'stored'}: {stored}")
+        if output is not None:
+            write_atomically(output, manifest.model_dump_json(indent=1).encode())
+    expected = manifest.expected
+    context.output.result(
+        {
+            "manifest": manifest.model_dump(mode="json"),
+            "expected_cold_hit_rate": expected.cold_hit_rate if expected else None,
+            "interval": [expected.low, expected.high] if expected else None,
+            "verdict": manifest.verdict,
+            "bytes": manifest.bytes.model_dump(),
+            "source": key.service_url,
+        },
+        lambda: _print_manifest(context, manifest),
+    )
+
+
+def _default_budget(context: AgentContext, shape: ModelShape, n_ctx: int, reserve_bytes: int) -> int:
+    from spark_runtime.placement import LayerSizes, residency_budget
+
+    layers = [LayerSizes(layer.n_experts, layer.top_k, layer.expert_bytes) for layer in shape.layers]
+    experts = residency_budget(layers, DEFAULT_RESIDENCY)
+    total = shape.core_bytes + n_ctx * shape.kv_bytes_per_token + reserve_bytes + experts
+    context.output.info(f"no --vram: planning for {DEFAULT_RESIDENCY:.0%} of the experts, {format_size(total)} in all")
+    return total
+
+
+def _print_manifest(context: AgentContext, manifest: PlacementManifest) -> None:
+    parts = manifest.bytes
+    slots = sum(layer.slots for layer in manifest.layers)
+    experts = sum(layer.n_experts for layer in manifest.layers)
+    context.output.table(
+        ["tier", "holds", "bytes", ""],
+        [
+            ["video memory", "core weights", parts.vram_core, format_size(parts.vram_core)],
+            ["", f"context, {manifest.n_ctx} tokens", parts.vram_kv, format_size(parts.vram_kv)],
+            ["", f"{slots} of {experts} experts", parts.vram_slots, format_size(parts.vram_slots)],
+            ["", "reserve", parts.vram_reserve, format_size(parts.vram_reserve)],
+            ["", "in all", parts.vram_total, format_size(parts.vram_total)],
+            ["host memory", "all experts", parts.host_experts, format_size(parts.host_experts)],
+        ],
+    )
+    print_line = context.output.info
+    if manifest.expected is not None:
+        rate = manifest.expected
+        print_line(
+            f"expected cold-hit rate if never adapted: {rate.cold_hit_rate:.1%} "
+            f"({rate.low:.1%} to {rate.high:.1%}); first experts instead of these: {rate.uniform_cold_hit_rate:.1%}"
+        )
+    print_line(f"from {manifest.n_calibration} sessions, judged on {manifest.n_held_out} others")
+    print_line(f"verdict: {manifest.verdict or 'none yet'}: {manifest.verdict_reason}")
+
+
+@profiles_app.command("ls")
+@profiles_app.command("list", hidden=True)
+def list_command(service: Service = None, json: Json = False) -> None:
+    """List the service's profiles."""
+    context = AgentContext.create(json_mode=json)
+    with context.client(service) as client:
+        profiles = client.profiles().profiles
+    context.output.result(
+        {"profiles": [profile.model_dump(mode="json") for profile in profiles]},
+        lambda: context.output.table(
+            ["workload", "phase", "model", "fingerprint", "calibration", "held out", "verdict"],
+            [
+                [
+                    profile.workload,
+                    profile.phase,
+                    profile.model_name or "",
+                    profile.fingerprint,
+                    profile.n_calibration,
+                    profile.n_held_out,
+                    profile.verdict or "none yet",
+                ]
+                for profile in profiles
+            ],
+        ),
+    )
+    if not profiles:
+        context.output.info("no profiles yet: record sessions and upload them")
+
+
+@profiles_app.command("show")
+def show_command(
+    name: Workload,
+    model: Model = None,
+    phase: Annotated[str, typer.Option(help="prefill or decode")] = "decode",
+    service: Service = None,
+    json: Json = False,
+) -> None:
+    """Show a profile's held-out curves: cold-hit rate by policy and share of experts in video memory."""
+    from spark_runtime.model_shape import read_model_shape
+
+    context = AgentContext.create(json_mode=json)
+    shape = read_model_shape(context.model_path(model))
+    with context.client(service) as client:
+        profile = client.profile(shape.fingerprint, name, phase)
+    rates = {(point.residency, point.policy): point for point in profile.curves}
+    policies = sorted({policy for _, policy in rates})
+    rows = [
+        [f"{residency:.0%}", *(_cell(rates.get((residency, policy))) for policy in policies)]
+        for residency in sorted({residency for residency, _ in rates})
+    ]
+    context.output.result(
+        {
+            "curves": [point.model_dump(mode="json") for point in profile.curves],
+            "n_calibration": profile.n_calibration,
+            "n_held_out": profile.n_held_out,
+            "verdict": profile.verdict,
+            "verdict_reason": profile.verdict_reason,
+            "revision": profile.revision,
+        },
+        lambda: context.output.table(["resident", *policies], rows),
+    )
+    context.output.info(f"from {profile.n_calibration} sessions, judged on {profile.n_held_out} others")
+    context.output.info(f"verdict: {profile.verdict or 'none yet'}: {profile.verdict_reason}")
+
+
+def _cell(point: object) -> str:
+    from spark_schemas.profile import CurvePoint
+
+    if not isinstance(point, CurvePoint):
+        return ""
+    return f"{point.cold_hit_rate:.3f} ({point.low:.3f}-{point.high:.3f})"

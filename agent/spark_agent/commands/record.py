@@ -1,0 +1,145 @@
+"""``spark-agent record``: transcripts in, histograms kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from spark_agent.context import AgentContext
+from spark_agent.errors import SparkError, UsageError
+from spark_agent.transcripts import Skipped, Transcript, read_transcripts
+
+__all__ = ["check_workload_name", "record_command"]
+
+
+@dataclass(slots=True)
+class _Report:
+    sessions: int = 0
+    tokens_prefill: int = 0
+    tokens_decode: int = 0
+    known: int = 0
+    skipped: list[dict[str, str]] = field(default_factory=list)
+    workloads: dict[str, int] = field(default_factory=dict)
+
+
+def record_command(
+    model: Annotated[Path | None, typer.Argument(help="GGUF file; the bundled demo model if left out.")] = None,
+    sessions: Annotated[
+        Path | None,
+        typer.Option(help="Transcripts: a file or a folder (Claude Code, Codex, SpecStory, plain text)."),
+    ] = None,
+    workload: Annotated[str | None, typer.Option(help="Name of the class of sessions, e.g. code-heavy.")] = None,
+    demo: Annotated[bool, typer.Option("--demo", help="Record the bundled demo sessions of three workloads.")] = False,
+    trace: Annotated[Path | None, typer.Option(help="Also keep a token-level trace in this local file.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=0, help="Most tokens of each session; 0: all.")] = 0,
+    ctx: Annotated[int, typer.Option(min=0, help="Context, tokens; 0: as trained, at most 8192.")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Feed transcripts through a model and keep their routing histograms in the spool."""
+    context = AgentContext.create(json_mode=json)
+    report = _Report()
+    work = _demo_work() if demo else _named_work(sessions, workload)
+    _record(context, context.model_path(model), work, report, trace=trace, max_tokens=max_tokens, ctx=ctx)
+    _warn_about(context, report)
+    if not report.sessions:
+        raise SparkError("no session could be recorded", "see the reasons above; --sessions takes a file or a folder")
+    summary = ", ".join(f"{count} {name}" for name, count in sorted(report.workloads.items()))
+    context.output.result(
+        {
+            "sessions": report.sessions,
+            "tokens_prefill": report.tokens_prefill,
+            "tokens_decode": report.tokens_decode,
+            "known": report.known,
+            "skipped": report.skipped,
+            "workloads": report.workloads,
+        },
+        f"recorded {report.sessions} sessions ({summary}): {report.tokens_prefill} prefill and "
+        f"{report.tokens_decode} decode tokens; {report.known} were known already",
+    )
+
+
+def _named_work(sessions: Path | None, workload: str | None) -> Iterator[tuple[str, Transcript | Skipped]]:
+    if sessions is None or workload is None:
+        raise UsageError("nothing to record", "pass --sessions PATH --workload NAME, or --demo")
+    name = check_workload_name(workload)
+    if not sessions.exists():
+        raise SparkError(f"no such file or folder: {sessions}", "check --sessions")
+    return ((name, item) for item in read_transcripts(sessions))
+
+
+def check_workload_name(name: str) -> str:
+    """Return the name of a workload; raise :class:`UsageError` for one that no service would take."""
+    from pydantic import TypeAdapter, ValidationError
+
+    from spark_schemas.ids import WorkloadName
+
+    try:
+        return str(TypeAdapter(WorkloadName).validate_python(name))
+    except ValidationError as error:
+        raise UsageError(
+            f"--workload: found {name!r}, expected 1 to 63 lower-case letters, digits and hyphens", "e.g. code-heavy"
+        ) from error
+
+
+def _demo_work() -> Iterator[tuple[str, Transcript | Skipped]]:
+    from spark_agent.demo.sessions import demo_sessions
+
+    return ((name, transcript) for name, transcripts in demo_sessions().items() for transcript in transcripts)
+
+
+def _record(
+    context: AgentContext,
+    model: Path,
+    work: Iterable[tuple[str, Transcript | Skipped]],
+    report: _Report,
+    *,
+    trace: Path | None,
+    max_tokens: int,
+    ctx: int,
+) -> None:
+    from spark_agent.identity import session_hash
+    from spark_agent.recording import record, segments_of
+    from spark_agent.traces import SessionTrace, save_traces
+    from spark_runtime.chat import ChatFormat
+    from spark_runtime.engine import Engine, EngineOptions
+
+    key = context.session_key()
+    traces: list[SessionTrace] = []
+    with (
+        Engine.load(model, EngineOptions(n_ctx=ctx)) as engine,
+        context.spool() as spool,
+        context.output.progress("recording") as advance,
+    ):
+        chat = ChatFormat(engine)
+        for workload, item in work:
+            if isinstance(item, Skipped):
+                report.skipped.append({"source": str(item.source), "reason": item.reason})
+                continue
+            counts = record(engine, segments_of(engine, chat, item, max_tokens), keep_trace=trace is not None)
+            hashed = session_hash(key, item.lineage)
+            histogram = counts.to_histogram(hashed, workload)
+            if histogram is None:
+                report.skipped.append({"source": str(item.source), "reason": "no tokens"})
+                continue
+            report.known += not spool.add(engine.shape, histogram)
+            report.sessions += 1
+            report.workloads[workload] = report.workloads.get(workload, 0) + 1
+            report.tokens_prefill += counts.tokens["prefill"]
+            report.tokens_decode += counts.tokens["decode"]
+            if trace is not None:
+                traces.append(SessionTrace(hashed, workload, counts.trace()))
+            advance(1)
+        if trace is not None and traces:
+            save_traces(trace, engine.shape.fingerprint, traces)
+
+
+def _warn_about(context: AgentContext, report: _Report) -> None:
+    shown = 5
+    for entry in report.skipped[:shown]:
+        context.output.warning(f"skipped {entry['source']}: {entry['reason']}")
+    if len(report.skipped) > shown:
+        context.output.warning(f"and {len(report.skipped) - shown} more; --json lists them all")

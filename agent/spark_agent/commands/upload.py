@@ -1,0 +1,148 @@
+"""``spark-agent upload``: what waits, what it says, and sending it, after a yes."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from spark_agent.config import save_config
+from spark_agent.context import AgentContext
+from spark_agent.errors import SparkError
+from spark_agent.paths import config_path
+from spark_agent.privacy import MINIMUM_TOKENS
+
+__all__ = ["upload_app"]
+
+upload_app = typer.Typer(no_args_is_help=True, help="What waits to be uploaded, the exact bytes, and consent.")
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Service = Annotated[str | None, typer.Option("--service", help="Address of the calibration service.")]
+MinimumTokens = Annotated[
+    int, typer.Option(min=1, help="Tokens every uploaded histogram stands for at least; smaller ones are merged.")
+]
+
+
+@upload_app.command("status")
+def status_command(service: Service = None, json: Json = False) -> None:
+    """Show what waits in the spool and whether it may leave."""
+    context = AgentContext.create(json_mode=json)
+    with context.spool() as spool:
+        stats = spool.stats()
+        rejected = spool.rejected()
+    consent = context.config.consent
+    state = "never asked" if consent is None else "granted" if consent.granted else "refused"
+    lines = [
+        f"pending   {stats.pending} histograms, {stats.bytes} bytes",
+        f"rejected  {stats.rejected}",
+        f"dropped   {stats.dropped} (the spool was full)",
+        f"consent   {state}" + (f" for {consent.service_url} on {consent.at:%Y-%m-%d}" if consent else ""),
+        f"service   {context.service_url(service)}",
+        f"error     {stats.last_error or 'none'}",
+        *(f"rejected {row.content_id[:12]}: {row.reason}" for row in rejected[:5]),
+    ]
+    context.output.result(
+        {
+            "pending": stats.pending,
+            "bytes": stats.bytes,
+            "rejected": stats.rejected,
+            "dropped": stats.dropped,
+            "last_error": stats.last_error,
+            "consent": consent.granted if consent else None,
+            "paused": context.config.paused,
+            "service_url": context.service_url(service),
+        },
+        "\n".join(lines),
+    )
+
+
+@upload_app.command("show")
+def show_command(minimum_tokens: MinimumTokens = MINIMUM_TOKENS) -> None:
+    """Print the exact bytes that a flush would send, one request a line (before compression)."""
+    import sys
+
+    from spark_agent.upload import preview
+
+    context = AgentContext.create()
+    with context.spool() as spool:
+        pending = spool.stats().pending
+        count = 0
+        for body in preview(spool, minimum_tokens=minimum_tokens, ignore_waits=True):
+            sys.stdout.buffer.write(body + b"\n")
+            count += 1
+    if not count:
+        context.output.info(
+            f"nothing would be sent: {pending} histograms wait"
+            + (f", together too few tokens (minimum {minimum_tokens})" if pending else "")
+        )
+
+
+@upload_app.command("flush")
+def flush_command(service: Service = None, minimum_tokens: MinimumTokens = MINIMUM_TOKENS, json: Json = False) -> None:
+    """Send what waits, now."""
+    from spark_agent.upload import flush
+
+    context = AgentContext.create(json_mode=json)
+    with context.spool() as spool, context.client(service) as client:
+        report = flush(
+            spool,
+            client,
+            context.config.consent,
+            environment=context.environment,
+            paused=context.config.paused,
+            minimum_tokens=minimum_tokens,
+            ignore_waits=True,
+        )
+        stats = spool.stats()
+    context.output.result(
+        {
+            "uploaded": report.uploaded,
+            "duplicates": report.duplicates,
+            "held_back": report.held_back,
+            "rejected": report.rejected,
+            "pending": stats.pending,
+            "bytes": stats.bytes,
+            "last_error": report.last_error,
+        },
+        f"uploaded {report.uploaded}, known already {report.duplicates}, held back {report.held_back}, "
+        f"rejected {report.rejected}, still pending {stats.pending}",
+    )
+    if report.last_error is not None:
+        raise SparkError(report.last_error, "nothing was lost: what could not be sent stays in the spool")
+
+
+@upload_app.command("pause")
+def pause_command(
+    off: Annotated[bool, typer.Option("--off", help="Go on uploading.")] = False,
+) -> None:
+    """Keep counting but send nothing until ``--off``."""
+    import dataclasses
+
+    context = AgentContext.create()
+    save_config(config_path(), dataclasses.replace(context.config, paused=not off))
+    context.output.info("uploads go on" if off else "uploads are paused; counting goes on")
+
+
+@upload_app.command("consent")
+def consent_command(
+    service: Service = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Consent without being asked.")] = False,
+    no: Annotated[bool, typer.Option("--no", help="Refuse, or take a consent back.")] = False,
+) -> None:
+    """Decide whether counts may be sent to the service, and say what they are."""
+    import sys
+
+    context = AgentContext.create()
+    address = context.service_url(service)
+    if yes and no:
+        raise SparkError("found --yes and --no together, expected one", exit_code=2)
+    if not yes and not no:
+        if not sys.stdin.isatty():
+            raise SparkError("nobody is there to ask: not a terminal", "pass --yes or --no", exit_code=2)
+        context.output.info(
+            f"To {address}: how often each expert was chosen per session, and a keyed hash of the session.\n"
+            "No text, no tokens, no order, no file or host names. `spark-agent upload show` prints the exact bytes."
+        )
+        yes = typer.confirm("Send these counts?", default=False, err=True)
+    save_config(config_path(), context.config.with_consent(yes, address))
+    context.output.info(f"consent {'granted' if yes else 'refused'} for {address}")

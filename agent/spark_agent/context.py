@@ -1,0 +1,59 @@
+"""What every command starts from: environment, config, output, and the files they name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from spark_agent.config import Config, load_config
+from spark_agent.env import Environment
+from spark_agent.http import ServiceClient
+from spark_agent.identity import session_key
+from spark_agent.output import Output
+from spark_agent.paths import config_path, local_key_path, spool_path
+from spark_agent.spool import Spool
+
+__all__ = ["AgentContext"]
+
+
+@dataclass(frozen=True, slots=True)
+class AgentContext:
+    """One command's settings; opens what it is asked for and nothing else."""
+
+    environment: Environment
+    config: Config
+    output: Output
+
+    @classmethod
+    def create(cls, *, json_mode: bool = False) -> AgentContext:
+        """Read the environment and the config file; raise :class:`ConfigError` for a bad one."""
+        environment = Environment.read()
+        return cls(environment, load_config(config_path()), Output(json_mode=json_mode, environment=environment))
+
+    def service_url(self, override: str | None = None) -> str:
+        """The calibration service to talk to."""
+        return override or self.config.effective_service_url(self.environment)
+
+    def client(self, service_url: str | None = None) -> ServiceClient:
+        """A client of the calibration service; close it."""
+        token = self.environment.service_token or self.config.token
+        return ServiceClient(self.service_url(service_url), token, offline=self.environment.offline)
+
+    def spool(self) -> Spool:
+        """The spool; close it."""
+        return Spool.open(spool_path())
+
+    def session_key(self) -> bytes:
+        """The key of session hashes: the team's, or this machine's own."""
+        return session_key((self.environment.team_key, self.config.team_key), local_key_path())
+
+    def model_path(self, given: Path | None) -> Path:
+        """The model to use: the one given, the environment's, or the bundled demo model (said on stderr)."""
+        if given is not None:
+            return given
+        if self.environment.model is not None:
+            return Path(self.environment.model)
+        from spark_runtime.models import demo_model_path
+
+        self.output.info("no model named: using the bundled demo model")
+        return demo_model_path()

@@ -1,0 +1,49 @@
+"""Whether counting and a manifest change anything that the model says."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from spark_runtime.chat import ChatFormat
+from spark_runtime.engine import Engine, EngineOptions
+from spark_runtime.sampling import Sampling
+from spark_runtime.session_counts import SessionCounts
+
+__all__ = ["PROMPTS", "Said", "say"]
+
+PROMPTS = (
+    "How are you today?",
+    "Write a Python function that parses a date.",
+    "What is a hash table?",
+    "Tell me about the sea.",
+)
+TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """Greedy answers and the SHA-256 over the logits of every generated token."""
+
+    logits_sha256: str
+    answers: tuple[str, ...]
+
+
+def say(model: Path, *, counting: bool) -> Said:
+    """Answer :data:`PROMPTS` greedily, up to ``TOKENS`` tokens each, with routing counted or with plain llama.cpp."""
+    digest = hashlib.sha256()
+    answers: list[str] = []
+    with Engine.load(model, EngineOptions(count_routing=counting)) as engine:
+        chat = ChatFormat(engine)
+        for prompt in PROMPTS:
+            engine.reset()
+            session = SessionCounts(engine.shape) if counting else None
+            answer = b""
+            with engine.counting(session):
+                engine.prompt(chat.tokenize(chat.prompt([{"role": "user", "content": prompt}])))
+                for token in engine.generate(Sampling(), TOKENS):
+                    digest.update(engine.logits().tobytes())
+                    answer += b"" if engine.is_end(token) else engine.piece(token)
+            answers.append(answer.decode(errors="replace"))
+    return Said(digest.hexdigest(), tuple(answers))

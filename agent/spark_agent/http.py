@@ -1,0 +1,280 @@
+"""The only module that speaks HTTP to the calibration service.
+
+The peer is treated as hostile: answers are bounded in bytes and time, taken uncompressed, validated against the
+schemas and against what was asked, and redirects are refused. httpx is imported on first use, to keep the commands
+that need no network quick.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING, Self, TypeVar
+from urllib.parse import quote
+
+from pydantic import BaseModel, ValidationError
+
+from spark_agent import __version__
+from spark_agent.errors import (
+    ConfigError,
+    RefusedError,
+    ServiceAnswerError,
+    ServiceRefusedError,
+    ServiceUnreachableError,
+)
+from spark_agent.service_url import is_loopback, normalise_service_url, protects_secrets
+from spark_schemas.api import API_PREFIX, PROBLEM_MEDIA_TYPE, Problem, ProfileList, UploadReceipt
+from spark_schemas.manifest import PlacementManifest
+from spark_schemas.profile import Profile
+
+if TYPE_CHECKING:
+    import httpx
+
+__all__ = ["ServiceClient"]
+
+MAX_ANSWER_BYTES = 32 * 2**20
+"""A profile of a very large model is a few MiB."""
+MAX_ANSWER_S = 120.0
+_MAX_SHOWN = 500
+"""Characters of a peer's words repeated to a person."""
+_M = TypeVar("_M", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    status: int
+    headers: Mapping[str, str]
+    content: bytes
+
+
+class ServiceClient:
+    """Calls to one calibration service. Every method raises :class:`~spark_agent.errors.ServiceError` subclasses."""
+
+    def __init__(
+        self, base_url: str, token: str | None = None, timeout_s: float = 30.0, *, offline: bool = False
+    ) -> None:
+        """Take the address and a token; nothing is sent yet.
+
+        Raises :class:`ConfigError` for an address that is none, :class:`RefusedError` for a token that would travel
+        unencrypted. ``offline`` turns every call into a :class:`RefusedError`.
+        """
+        try:
+            self.base_url = normalise_service_url(base_url)
+        except ValueError as error:
+            raise ConfigError(f"service address: found {base_url!r}, {error}") from error
+        if token is not None and not protects_secrets(self.base_url):
+            raise RefusedError(
+                f"the token would travel unencrypted to {self.base_url}",
+                hint="use an https:// address, or remove the token",
+            )
+        self._token = token
+        self._timeout_s = timeout_s
+        self._offline = offline
+        self._client: httpx.Client | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all connections."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def upload(self, body: bytes, content_encoding: str | None, idempotency_key: str) -> UploadReceipt:
+        """Send a (compressed) ``HistogramUpload``; returns once the service has committed it."""
+        headers = {"Content-Type": "application/json", "Idempotency-Key": idempotency_key}
+        if content_encoding is not None:
+            headers["Content-Encoding"] = content_encoding
+        answer = self._call("POST", "/histograms", headers=headers, content=body)
+        return self._parse(UploadReceipt, answer, expected_status=202)
+
+    def manifest(
+        self,
+        fingerprint: str,
+        workload: str,
+        *,
+        vram_bytes: int,
+        n_ctx: int,
+        reserve_bytes: int,
+        phase: str,
+        etag: str | None = None,
+    ) -> tuple[PlacementManifest | None, str | None]:
+        """Return the placement for a budget of ``vram_bytes`` and its ETag; ``(None, etag)`` if still the same."""
+        params = {
+            "vram_bytes": str(vram_bytes),
+            "n_ctx": str(n_ctx),
+            "reserve_bytes": str(reserve_bytes),
+            "phase": phase,
+        }
+        headers = {} if etag is None else {"If-None-Match": etag}
+        path = f"/manifests/{quote(fingerprint, safe='')}/{quote(workload, safe='')}"
+        answer = self._call("GET", path, params=params, headers=headers)
+        if answer.status == 304 and etag is not None:
+            return None, etag
+        found = self._parse(PlacementManifest, answer)
+        asked = (fingerprint, workload, phase, vram_bytes, n_ctx)
+        got = (found.fingerprint, found.workload, found.phase, found.vram_budget_bytes, found.n_ctx)
+        if got != asked:
+            raise self._bad_answer(f"a manifest for {got}, expected one for {asked}")
+        return found, answer.headers.get("etag")
+
+    def profiles(self, fingerprint: str | None = None) -> ProfileList:
+        """Return all profiles, or those of one model."""
+        params = {} if fingerprint is None else {"fingerprint": fingerprint}
+        return self._parse(ProfileList, self._call("GET", "/profiles", params=params))
+
+    def profile(self, fingerprint: str, workload: str, phase: str) -> Profile:
+        """Return one profile with its held-out curves."""
+        path = f"/profiles/{quote(fingerprint, safe='')}/{quote(workload, safe='')}"
+        found = self._parse(Profile, self._call("GET", path, params={"phase": phase}))
+        got, asked = (found.fingerprint, found.workload, found.phase), (fingerprint, workload, phase)
+        if got != asked:
+            raise self._bad_answer(f"a profile for {got}, expected one for {asked}")
+        return found
+
+    def _connected(self) -> httpx.Client:
+        import httpx
+
+        if self._client is None:
+            headers = {
+                "User-Agent": f"spark-agent/{__version__}",
+                "Accept": f"application/json, {PROBLEM_MEDIA_TYPE}",
+                # A small compressed answer could unfold into any number of bytes.
+                "Accept-Encoding": "identity",
+            }
+            if self._token is not None:
+                headers["Authorization"] = f"Bearer {self._token}"
+            self._client = httpx.Client(
+                base_url=self.base_url + API_PREFIX,
+                headers=headers,
+                timeout=httpx.Timeout(self._timeout_s, connect=min(self._timeout_s, 5.0)),
+                follow_redirects=False,
+                # A proxy has no business between this machine and itself.
+                trust_env=not is_loopback(self.base_url),
+            )
+        return self._client
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        *,
+        params: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        content: bytes | None = None,
+    ) -> _Answer:
+        if self._offline:
+            raise RefusedError(
+                f"not contacting {self.base_url}: SPARKMOE_OFFLINE is set", hint="unset SPARKMOE_OFFLINE"
+            )
+        client = self._connected()
+        import httpx
+
+        try:
+            with client.stream(method, path, params=params, headers=headers, content=content) as response:
+                body = self._read(response)
+                answer = _Answer(response.status_code, dict(response.headers), body)
+        except httpx.TransportError as error:
+            reason = str(error) or type(error).__name__
+            raise ServiceUnreachableError(
+                f"no answer from the calibration service at {self.base_url}: {reason[:_MAX_SHOWN]}",
+                hint="start one with `spark-service run`, or correct SPARKMOE_SERVICE_URL",
+            ) from error
+        if answer.status >= 400:
+            raise self._refusal(answer)
+        if 300 <= answer.status < 400 and answer.status != 304:
+            target = answer.headers.get("location", "nowhere")[:_MAX_SHOWN]
+            raise self._bad_answer(f"a redirect to {target}, which is not followed", hint="configure the final address")
+        return answer
+
+    def _read(self, response: httpx.Response) -> bytes:
+        if response.headers.get("content-encoding", "identity") != "identity":
+            raise self._bad_answer("a compressed answer, expected it plain as asked")
+        deadline = time.monotonic() + MAX_ANSWER_S
+        body = bytearray()
+        for chunk in response.iter_raw():
+            body += chunk
+            if len(body) > MAX_ANSWER_BYTES:
+                raise self._bad_answer(f"more than {MAX_ANSWER_BYTES} bytes")
+            if time.monotonic() > deadline:
+                raise ServiceUnreachableError(
+                    f"the calibration service at {self.base_url} did not finish its answer in {MAX_ANSWER_S:g} s",
+                    hint="try again later",
+                )
+        return bytes(body)
+
+    def _parse(self, schema: type[_M], answer: _Answer, expected_status: int = 200) -> _M:
+        if answer.status != expected_status:
+            raise self._bad_answer(f"status {answer.status}, expected {expected_status}")
+        media_type = answer.headers.get("content-type", "nothing").partition(";")[0].strip().lower()
+        if media_type != "application/json":
+            raise self._bad_answer(f"{media_type[:_MAX_SHOWN]}, expected application/json")
+        try:
+            return schema.model_validate_json(answer.content)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(str(part) for part in first["loc"]) or "the whole"
+            raise self._bad_answer(
+                f"no valid {schema.__name__}: {where}: {first['msg']}"[:_MAX_SHOWN],
+                hint="update the older of agent and service",
+            ) from error
+
+    def _refusal(self, answer: _Answer) -> ServiceRefusedError:
+        problem = _problem(answer)
+        retry_after_s = _retry_after_s(answer.headers.get("retry-after"))
+        message = f"the calibration service at {self.base_url} answered {answer.status}"
+        if problem is None:
+            return ServiceRefusedError(
+                f"{message} without a reason it could be asked for",
+                hint="check that the address is a calibration service",
+                status=answer.status,
+                retry_after_s=retry_after_s,
+            )
+        message = f"{message}: {problem.title[:_MAX_SHOWN]}: {problem.detail[:_MAX_SHOWN]}"
+        if problem.field is not None and problem.found is not None and problem.expected is not None:
+            message += f" ({problem.field}: found {problem.found}, expected {problem.expected})"[:_MAX_SHOWN]
+        return ServiceRefusedError(
+            message,
+            hint=None if problem.hint is None else problem.hint[:_MAX_SHOWN],
+            status=answer.status,
+            problem=problem,
+            retry_after_s=retry_after_s,
+        )
+
+    def _bad_answer(self, found: str, hint: str | None = None) -> ServiceAnswerError:
+        return ServiceAnswerError(
+            f"the peer at {self.base_url} does not answer as a calibration service: found {found}",
+            hint=hint or "check that the address is a calibration service",
+        )
+
+
+def _problem(answer: _Answer) -> Problem | None:
+    if answer.headers.get("content-type", "").partition(";")[0].strip().lower() != PROBLEM_MEDIA_TYPE:
+        return None
+    try:
+        return Problem.model_validate_json(answer.content)
+    except ValidationError:
+        # The status alone still says enough to act on.
+        return None
+
+
+def _retry_after_s(value: str | None) -> float | None:
+    """Read either form of ``Retry-After``, seconds or an HTTP date; an unreadable one is as good as none."""
+    if value is None:
+        return None
+    if value.isascii() and value.isdigit():
+        return float(min(int(value[:12]), 10**9))
+    try:
+        moment = parsedate_to_datetime(value)
+    except ValueError:
+        return None
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=dt.UTC)
+    return max(0.0, (moment - dt.datetime.now(dt.UTC)).total_seconds())

@@ -1,0 +1,118 @@
+"""Manifests on this machine: pulled ones by model and workload, and any file a person names."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from spark_agent.errors import SparkError
+from spark_schemas.manifest import PlacementManifest
+
+__all__ = ["ManifestStore", "PullKey", "load_manifest"]
+
+
+@dataclass(frozen=True, slots=True)
+class PullKey:
+    """What was asked of which service: an ETag is only good for the same question."""
+
+    service_url: str
+    vram_bytes: int
+    n_ctx: int
+    reserve_bytes: int
+
+
+class _Pulled(BaseModel):
+    """A stored manifest with the answer's ETag and the question."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    service_url: str
+    vram_bytes: int
+    n_ctx: int
+    reserve_bytes: int
+    etag: str | None
+    manifest: PlacementManifest
+
+
+def load_manifest(path: Path) -> PlacementManifest:
+    """Read a manifest file; raise :class:`SparkError` naming the field that is wrong."""
+    try:
+        return PlacementManifest.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise SparkError(f"cannot read the manifest {path}: {error.strerror}", "check the path") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "file"
+        raise SparkError(
+            f"{path} is not a valid placement manifest: {where}: {first['msg'].removeprefix('Value error, ')}",
+            "pull it again: spark pull-profile NAME --output FILE",
+        ) from error
+
+
+class ManifestStore:
+    """Pulled manifests, one per (model, workload): the latest question's answer."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def path(self, fingerprint: str, workload: str) -> Path:
+        """Where a pulled manifest is kept."""
+        return self._folder / fingerprint / f"{workload}.json"
+
+    def get(self, fingerprint: str, workload: str) -> PlacementManifest | None:
+        """The pulled manifest of a model and workload, if there is a readable one."""
+        pulled = self._read(fingerprint, workload)
+        return None if pulled is None else pulled.manifest
+
+    def known(self, fingerprint: str, workload: str, key: PullKey) -> tuple[PlacementManifest, str] | None:
+        """The stored answer to exactly this question, with its ETag."""
+        pulled = self._read(fingerprint, workload)
+        if pulled is None or pulled.etag is None:
+            return None
+        asked = PullKey(pulled.service_url, pulled.vram_bytes, pulled.n_ctx, pulled.reserve_bytes)
+        return (pulled.manifest, pulled.etag) if asked == key else None
+
+    def put(self, manifest: PlacementManifest, key: PullKey, etag: str | None) -> Path:
+        """Keep an answer, replacing the previous one at once; returns its path."""
+        path = self.path(manifest.fingerprint, manifest.workload)
+        pulled = _Pulled(
+            service_url=key.service_url,
+            vram_bytes=key.vram_bytes,
+            n_ctx=key.n_ctx,
+            reserve_bytes=key.reserve_bytes,
+            etag=etag,
+            manifest=manifest,
+        )
+        write_atomically(path, pulled.model_dump_json().encode())
+        return path
+
+    def _read(self, fingerprint: str, workload: str) -> _Pulled | None:
+        try:
+            return _Pulled.model_validate_json(self.path(fingerprint, workload).read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValidationError:
+            # Written by another version, or damaged: it is only a copy of what the service has.
+            return None
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a whole file or none; raise :class:`SparkError` when it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(temporary).replace(path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise SparkError(f"cannot write {path}: {error.strerror}", "check the folder and its space") from error

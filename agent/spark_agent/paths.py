@@ -1,0 +1,67 @@
+"""Where the agent keeps its files (XDG folders through platformdirs). Nothing is created by asking."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import platformdirs
+
+__all__ = [
+    "cache_dir",
+    "config_dir",
+    "config_path",
+    "data_dir",
+    "ensure_private_dir",
+    "local_key_path",
+    "manifests_dir",
+    "spool_path",
+    "state_dir",
+]
+
+_APP = "spark"
+
+
+def config_dir() -> Path:
+    """Folder of what a person decided: ``$XDG_CONFIG_HOME/spark``."""
+    return platformdirs.user_config_path(_APP, appauthor=False)
+
+
+def cache_dir() -> Path:
+    """Folder of what can be made again: ``$XDG_CACHE_HOME/spark``."""
+    return platformdirs.user_cache_path(_APP, appauthor=False)
+
+
+def state_dir() -> Path:
+    """Folder of what this machine gathered: ``$XDG_STATE_HOME/spark``."""
+    return platformdirs.user_state_path(_APP, appauthor=False)
+
+
+def data_dir() -> Path:
+    """Folder of what was fetched or built to be kept: ``$XDG_DATA_HOME/spark``."""
+    return platformdirs.user_data_path(_APP, appauthor=False)
+
+
+def config_path() -> Path:
+    """The config file."""
+    return config_dir() / "config.toml"
+
+
+def spool_path() -> Path:
+    """The database of histograms that wait for upload."""
+    return state_dir() / "spool.db"
+
+
+def local_key_path() -> Path:
+    """File of the machine's own session-hash key, used when the team shares none."""
+    return state_dir() / "session.key"
+
+
+def manifests_dir() -> Path:
+    """Folder of pulled placement manifests."""
+    return data_dir() / "manifests"
+
+
+def ensure_private_dir(path: Path) -> Path:
+    """Create a folder that only its owner can enter, if it is not there yet, and return it."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return path

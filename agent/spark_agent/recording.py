@@ -1,0 +1,116 @@
+"""Feeding transcripts through a model, so that yesterday's sessions calibrate today's placement.
+
+What the assistant said is computed as decode, everything else as prefill, as it was when the session ran. A
+conversation longer than the context goes on in an emptied one, the way coding tools compact theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from spark_agent.transcripts import Transcript, Turn
+from spark_runtime.chat import ChatFormat
+from spark_runtime.engine import Engine
+from spark_runtime.errors import ChatTemplateError
+from spark_runtime.session_counts import SessionCounts
+from spark_schemas.ids import Phase
+
+__all__ = ["DECODE_BATCH", "Segment", "record", "segments_of"]
+
+DECODE_BATCH = 64
+"""Known assistant tokens computed at once; bounds the logits to 64 rows, 39 MB for a vocabulary of 150,000."""
+TEXT_PROMPT_SHARE = 0.25
+"""Of a plain text, the share taken as prompt: the rest counts as if the model had written it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens of one phase, in the order of the conversation."""
+
+    phase: Phase
+    tokens: list[int]
+
+
+def segments_of(engine: Engine, chat: ChatFormat, transcript: Transcript, max_tokens: int = 0) -> list[Segment]:
+    """Tokens of a transcript by phase, cut after ``max_tokens`` (0: all)."""
+    if transcript.turns[0].role == "text":
+        tokens = engine.tokenize(transcript.turns[0].text)
+        tokens = tokens[:max_tokens] if max_tokens else tokens
+        return [segment for window in _windows(tokens, engine.n_ctx) for segment in _split_text(window)]
+    segments = list(_conversation(engine, chat, transcript.turns))
+    return _cut(segments, max_tokens) if max_tokens else segments
+
+
+def record(engine: Engine, segments: list[Segment], *, keep_trace: bool = False) -> SessionCounts:
+    """Compute a session's segments in an empty context and return its counts."""
+    session = SessionCounts(engine.shape, keep_trace=keep_trace)
+    engine.reset()
+    with engine.counting(session):
+        for segment in segments:
+            left = segment.tokens
+            while left:
+                if engine.n_past == engine.n_ctx:
+                    engine.reset()
+                room = engine.n_ctx - engine.n_past
+                engine.feed(left[:room], segment.phase, batch=DECODE_BATCH if segment.phase == "decode" else None)
+                left = left[room:]
+    return session
+
+
+def _windows(tokens: list[int], size: int) -> Iterator[list[int]]:
+    for start in range(0, len(tokens), size):
+        yield tokens[start : start + size]
+
+
+def _split_text(tokens: list[int]) -> Iterator[Segment]:
+    prompt = max(1, int(len(tokens) * TEXT_PROMPT_SHARE))
+    yield Segment("prefill", tokens[:prompt])
+    if tokens[prompt:]:
+        yield Segment("decode", tokens[prompt:])
+
+
+def _cut(segments: list[Segment], max_tokens: int) -> list[Segment]:
+    kept: list[Segment] = []
+    for segment in segments:
+        tokens = segment.tokens[:max_tokens]
+        if tokens:
+            kept.append(Segment(segment.phase, tokens))
+        max_tokens -= len(tokens)
+    return kept
+
+
+def _conversation(engine: Engine, chat: ChatFormat, turns: tuple[Turn, ...]) -> Iterator[Segment]:
+    """Alternate what the assistant was given and what it said.
+
+    The model's chat template is asked at each assistant turn what it would have been given; what it had been given
+    before is cut off. Where a template rewrites history (some drop old reasoning) or refuses the order of roles, the
+    texts of the turns since the last answer stand in.
+    """
+    messages: list[dict[str, str]] = []
+    given = ""
+    unanswered: list[str] = []
+    for turn in turns:
+        if turn.role != "assistant":
+            role = turn.role if turn.role in {"system", "user"} else "user"
+            messages.append({"role": role, "content": turn.text})
+            unanswered.append(turn.text)
+            continue
+        prompt = _prompt(chat, messages)
+        fresh = prompt[len(given) :] if prompt is not None and prompt.startswith(given) else "\n".join(unanswered)
+        if prefill := chat.tokenize(fresh, starts=not given):
+            yield Segment("prefill", prefill)
+        given = (prompt if prompt is not None else given + fresh) + turn.text
+        messages.append({"role": "assistant", "content": turn.text})
+        unanswered.clear()
+        if decode := engine.tokenize(turn.text, add_special=False):
+            yield Segment("decode", decode)
+    if unanswered and (rest := engine.tokenize("\n".join(unanswered), add_special=False)):
+        yield Segment("prefill", rest)
+
+
+def _prompt(chat: ChatFormat, messages: list[dict[str, str]]) -> str | None:
+    try:
+        return chat.prompt(messages)
+    except ChatTemplateError:
+        return None

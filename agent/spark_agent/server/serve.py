@@ -1,0 +1,123 @@
+"""Running the server: one socket, one computing thread, and an orderly end that keeps every session's counts."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+
+from spark_agent.context import AgentContext
+from spark_agent.errors import RefusedError, SparkError
+from spark_agent.identity import session_hash
+from spark_agent.server.app import create_app
+from spark_agent.server.sessions import LiveSessions
+from spark_agent.server.worker import Worker, monotonic_clock
+from spark_agent.spool import Spool
+from spark_runtime.chat import ChatFormat
+from spark_runtime.engine import Engine
+from spark_runtime.session_counts import SessionCounts
+
+__all__ = ["bind", "serve"]
+
+_BACKLOG = 128
+_GRACE_S = 5
+
+
+@contextmanager
+def bind(host: str, port: int) -> Iterator[socket.socket]:
+    """A listening socket on loopback; port 0 takes a free one.
+
+    Raises :class:`RefusedError` for any other address (the API has no tokens yet), :class:`SparkError` when the port
+    is taken.
+    """
+    name = "127.0.0.1" if host == "localhost" else host
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError as error:
+        raise SparkError(f"--host: found {host!r}, expected an IP address or localhost", exit_code=2) from error
+    if not address.is_loopback:
+        raise RefusedError(
+            f"refusing to listen on {host}: anyone who reaches it could use this model and read its answers",
+            "listen on 127.0.0.1, and reach it from elsewhere through ssh -L",
+        )
+    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+    with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((name, port))
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            raise SparkError(
+                f"cannot listen on {host} port {port}: {error.strerror}", "choose another port: -p 0 takes a free one"
+            ) from error
+        yield listener
+
+
+def serve(
+    context: AgentContext,
+    engine: Engine,
+    spool: Spool,
+    listener: socket.socket,
+    *,
+    name: str,
+    workload: str,
+    start: dict[str, Any],
+    describe: Callable[[dict[str, Any]], str],
+) -> None:
+    """Serve until SIGINT or SIGTERM; then finish, keep all counts, and return."""
+    key = context.session_key()
+
+    def close(lineage: str, counts: SessionCounts) -> None:
+        histogram = counts.to_histogram(session_hash(key, lineage), workload)
+        if histogram is not None:
+            spool.add(engine.shape, histogram)
+
+    def complain(error: Exception) -> None:
+        context.output.warning(f"session counts could not be kept yet: {error}")
+
+    sessions = LiveSessions(engine.shape, close, monotonic_clock)
+    worker = Worker(engine, sessions, complain)
+    host, port = listener.getsockname()[:2]
+    base_url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    described = {"base_url": base_url, **start}
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        worker.start()
+        context.output.result(described, describe(described))
+        yield
+
+    app = create_app(
+        worker,
+        ChatFormat(engine),
+        model=name,
+        health={"model": Path(start["model"]).name, "fingerprint": engine.shape.fingerprint},
+        lifespan=lifespan,
+    )
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_GRACE_S, server_header=False)
+    with _signals_end_quietly():
+        try:
+            uvicorn.Server(config).run(sockets=[listener])
+        finally:
+            worker.stop()
+            if len(sessions):
+                context.output.warning(f"{len(sessions)} sessions' counts were lost: see the warnings above")
+
+
+@contextmanager
+def _signals_end_quietly() -> Iterator[None]:
+    """Let uvicorn stop on a signal without raising it again afterwards: stopping a server is not a failure."""
+    previous = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

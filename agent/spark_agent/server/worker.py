@@ -1,0 +1,171 @@
+"""The one thread that computes. Requests wait in line; a cancelled one stops at its next token."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from spark_agent.server.sessions import LiveSessions
+from spark_runtime.chat import TextStream
+from spark_runtime.engine import Engine
+from spark_runtime.errors import ContextFullError
+from spark_runtime.sampling import Sampling
+
+__all__ = ["BusyError", "Finished", "Generation", "Piece", "Worker"]
+
+MAX_WAITING = 64
+_HOUSEKEEPING_S = 30.0
+
+
+class BusyError(Exception):
+    """The line is full."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text that is certain."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How a generation ended."""
+
+    reason: Literal["stop", "length"]
+    prompt_tokens: int
+    reused_tokens: int
+    completion_tokens: int
+
+
+@dataclass(slots=True)
+class Generation:
+    """One request on its way through the worker."""
+
+    lineage: str
+    tokens: list[int]
+    sampling: Sampling
+    max_tokens: int | None
+    stops: tuple[str, ...]
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    events: asyncio.Queue[Piece | Finished | Exception] = field(default_factory=asyncio.Queue)
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+
+    def emit(self, event: Piece | Finished | Exception) -> None:
+        """Hand an event to the waiting request, from the computing thread."""
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self.events.put_nowait, event)
+
+    async def results(self) -> AsyncIterator[Piece | Finished]:
+        """Events until the generation is finished; raises what the engine raised. Leaving early cancels it."""
+        try:
+            while True:
+                event = await self.events.get()
+                if isinstance(event, Exception):
+                    raise event
+                yield event
+                if isinstance(event, Finished):
+                    return
+        finally:
+            self.cancelled.set()
+
+
+class Worker:
+    """Owns the engine and the open sessions on one thread."""
+
+    def __init__(self, engine: Engine, sessions: LiveSessions, on_error: Callable[[Exception], None]) -> None:
+        self._engine = engine
+        self._sessions = sessions
+        self._on_error = on_error
+        self._waiting: queue.Queue[Generation | None] = queue.Queue()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="spark-engine")
+
+    @property
+    def waiting(self) -> int:
+        """Requests in line."""
+        return self._waiting.qsize()
+
+    def start(self) -> None:
+        """Start computing."""
+        self._thread.start()
+
+    def submit(self, generation: Generation) -> None:
+        """Put a request in line; raise :class:`BusyError` when the line is full."""
+        if self._waiting.qsize() >= MAX_WAITING:
+            raise BusyError
+        self._waiting.put(generation)
+
+    def stop(self) -> None:
+        """Cut generations short and keep every session's counts; returns when the thread has ended."""
+        self._stopping.set()
+        self._waiting.put(None)
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                generation = self._waiting.get(timeout=_HOUSEKEEPING_S)
+            except queue.Empty:
+                self._keep(self._sessions.close_idle)
+                continue
+            if generation is None:
+                self._keep(self._sessions.close_all)
+                return
+            if not generation.cancelled.is_set():
+                self._serve(generation)
+
+    def _keep(self, close: Callable[[], None]) -> None:
+        # A full disk must not end the thread that answers requests: counts stay in memory and are tried again.
+        try:
+            close()
+        except Exception as error:
+            self._on_error(error)
+
+    def _serve(self, generation: Generation) -> None:
+        try:
+            generation.emit(self._generate(generation))
+        except Exception as error:
+            # The request is answered with the error, whatever it was; the thread serves the next one.
+            generation.emit(error)
+
+    def _generate(self, generation: Generation) -> Finished:
+        engine = self._engine
+        if len(generation.tokens) >= engine.n_ctx:
+            raise ContextFullError(
+                f"a prompt of {len(generation.tokens)} tokens leaves no room in a context of {engine.n_ctx}",
+                "shorten the conversation or start the agent with a larger --ctx",
+            )
+        stream = TextStream(generation.stops)
+        produced = 0
+        reason: Literal["stop", "length"] = "length"
+        room = engine.n_ctx - len(generation.tokens)
+        limit = min(generation.max_tokens or room, room)
+        with engine.counting(self._sessions.counts_of(generation.lineage)):
+            reused = engine.prompt(generation.tokens)
+            for token in engine.generate(generation.sampling, limit):
+                produced += 1
+                ends = engine.is_end(token)
+                text = stream.push(b"" if ends else engine.piece(token))
+                if text:
+                    generation.emit(Piece(text))
+                if ends or stream.stopped:
+                    reason = "stop"
+                    break
+                if generation.cancelled.is_set() or self._stopping.is_set():
+                    break
+        rest = stream.push(b"", final=True)
+        if rest:
+            generation.emit(Piece(rest))
+        return Finished(reason, len(generation.tokens), reused, produced)
+
+
+def monotonic_clock() -> float:
+    """Seconds that never go back."""
+    return time.monotonic()

@@ -1,0 +1,130 @@
+"""What the readers give and what they share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+__all__ = [
+    "Limits",
+    "Parsed",
+    "Problems",
+    "Role",
+    "Skipped",
+    "Transcript",
+    "Turn",
+    "TurnList",
+    "UnusableError",
+    "describe",
+]
+
+Role = Literal["system", "user", "assistant", "tool", "text"]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one side said. Neighbouring parts of the same role are joined into one turn."""
+
+    role: Role
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Transcript:
+    """One conversation. ``source`` is for messages on this machine and never leaves it."""
+
+    lineage: str
+    turns: tuple[Turn, ...]
+    source: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A file, or lines of a file, that could not be used, and why."""
+
+    source: Path
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one scan may read. The defaults are far above what coding tools write."""
+
+    max_file_bytes: int = 256 * 1024 * 1024
+    max_line_bytes: int = 16 * 1024 * 1024
+    max_files: int = 100_000
+
+
+class UnusableError(Exception):
+    """The file can not be used; the text says why. Stays inside this package."""
+
+
+@dataclass(slots=True)
+class Problems:
+    """Counts lines that could not be used and remembers the first."""
+
+    count: int = 0
+    first: str = ""
+
+    def add(self, line: int, what: str) -> None:
+        """Count one line; ``what`` says what was found and what was expected."""
+        self.count += 1
+        if not self.first:
+            self.first = f"line {line}: {what}"
+
+    def summary(self) -> str:
+        """Say how many lines and show the first."""
+        lines = "1 line" if self.count == 1 else f"{self.count} lines"
+        return f"{lines} not used; {'it is' if self.count == 1 else 'the first is'} {self.first}"
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """What a reader makes of one file.
+
+    ``continues`` marks a conversation that starts in a summary of an earlier one; ``summaries`` are the lineages that
+    continuations of this conversation would have if read alone (see :mod:`spark_agent.transcripts.lineage`).
+    """
+
+    turns: tuple[Turn, ...]
+    lineage: str
+    problems: Problems = field(default_factory=Problems)
+    continues: bool = False
+    summaries: tuple[str, ...] = ()
+
+
+class TurnList:
+    """Collects turns, joins neighbours of one role and drops empty ones."""
+
+    def __init__(self) -> None:
+        self._roles: list[Role] = []
+        self._parts: list[list[str]] = []
+
+    def add(self, role: Role, text: str) -> None:
+        """Append text to the conversation."""
+        text = _printable(text).strip()
+        if not text:
+            return
+        if self._roles and self._roles[-1] == role:
+            self._parts[-1].append(text)
+        else:
+            self._roles.append(role)
+            self._parts.append([text])
+
+    def turns(self) -> tuple[Turn, ...]:
+        """Return what was collected."""
+        return tuple(Turn(role, "\n\n".join(parts)) for role, parts in zip(self._roles, self._parts, strict=True))
+
+
+def describe(value: object) -> str:
+    """Name what was found without repeating the person's text."""
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    if type(value) in (int, float):
+        return "a number"
+    return names.get(type(value), type(value).__name__)
+
+
+def _printable(text: str) -> str:
+    """Replace what no tokenizer takes: NUL, and lone surrogates, which JSON escapes can smuggle in."""
+    return text.replace("\0", "\ufffd").encode("utf-8", "surrogatepass").decode("utf-8", "replace")

@@ -1,0 +1,216 @@
+"""The HTTP API."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Any, Literal
+
+import anyio
+from anyio.to_thread import run_sync
+from fastapi import FastAPI, Header, Path, Query, Request, Response
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.json_schema import models_json_schema
+from starlette.requests import ClientDisconnect
+
+from spark_schemas.api import API_PREFIX, PROBLEM_MEDIA_TYPE, Problem, ProfileList, UploadReceipt
+from spark_schemas.histogram import HistogramUpload
+from spark_schemas.ids import MAX_COUNT, Fingerprint, Phase, SessionHash, SiblingId, WorkloadName
+from spark_schemas.manifest import PlacementManifest
+from spark_schemas.profile import Profile
+from spark_service import problems, version
+from spark_service.auth import BearerToken
+from spark_service.catalog import Catalog
+from spark_service.conditional import conditional_json
+from spark_service.db.migrate import available
+from spark_service.db.store import Store
+from spark_service.errors import RequestError
+from spark_service.inflate import BodyLimits, inflate, read_body, require_encoding
+from spark_service.ingest import parse_upload, require_idempotency_key, require_json
+from spark_service.manifests import Budget
+
+__all__ = ["create_app"]
+
+PARALLEL_UPLOADS = 2
+"""Uploads parsed at a time: each holds its body as Python numbers, several times its size."""
+
+_PathFingerprint = Annotated[Fingerprint, Path()]
+_PathWorkload = Annotated[WorkloadName, Path()]
+_PathSession = Annotated[SessionHash, Path()]
+_IfNoneMatch = Annotated[str | None, Header(description="Entity tags of answers that the client has.")]
+
+
+class _Query(BaseModel):
+    """Unknown parameters are errors: a misspelt one would be ignored silently."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    phase: Phase = "decode"
+
+
+class _ListQuery(_Query):
+    fingerprint: Fingerprint | None = None
+
+
+class _ProfileQuery(_Query):
+    sibling: SiblingId | None = Field(None, description="Names the quantisations known of a model that is not.")
+
+
+class _ManifestQuery(_ProfileQuery):
+    vram_bytes: int = Field(ge=1, le=MAX_COUNT, description="Video memory in total.")
+    n_ctx: int = Field(ge=1, le=MAX_COUNT, description="Context to hold, tokens.")
+    reserve_bytes: int = Field(0, ge=0, le=MAX_COUNT, description="Part of vram_bytes to leave alone.")
+
+
+class Deleted(BaseModel):
+    """Answer to a deletion."""
+
+    session_hash: SessionHash
+    removed: int
+    """Stored histograms removed; sent again, they are ignored."""
+
+
+class Version(BaseModel):
+    """What is running."""
+
+    version: str
+    schema_version: int
+    """Version of the database schema."""
+    api: Literal["v1"] = "v1"
+
+
+class Alive(BaseModel):
+    """Answer of a probe."""
+
+    status: Literal["ok"] = "ok"
+
+
+def create_app(store: Store, *, token: str | None = None, limits: BodyLimits | None = None) -> FastAPI:
+    """Make the API over an open store, which stays the caller's to close. With ``token``, ``/api`` demands it."""
+    catalog = Catalog(store)
+    app = FastAPI(
+        title="Spark calibration service",
+        version=version(),
+        openapi_url="/api/openapi.json",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        responses={"default": {"description": "Problem details", "content": _schema(Problem, PROBLEM_MEDIA_TYPE)}},
+    )
+    problems.install(app)
+    if token is not None:
+        app.add_middleware(BearerToken, token=token)
+    _add_probes(app, store)
+    _add_writes(app, store, limits or BodyLimits())
+    _add_reads(app, catalog)
+    _describe_bodies(app)
+    return app
+
+
+def _add_probes(app: FastAPI, store: Store) -> None:
+    @app.get("/healthz")
+    async def healthz() -> Alive:
+        """Whether the process answers; no I/O."""
+        return Alive()
+
+    @app.get("/readyz")
+    def readyz() -> Alive:
+        """Whether the database answers and is migrated; 503 otherwise."""
+        store.require_ready()
+        return Alive()
+
+    known = Version(version=version(), schema_version=len(available()))
+
+    @app.get("/version")
+    async def service_version() -> Version:
+        """What is running."""
+        return known
+
+
+def _add_writes(app: FastAPI, store: Store, limits: BodyLimits) -> None:
+    slots = anyio.CapacityLimiter(PARALLEL_UPLOADS)
+
+    def take(body: bytes, encoding: str, key: str) -> UploadReceipt:
+        raw = inflate(body, encoding, limits.inflated_bytes)
+        return store.add_upload(parse_upload(raw), key, hashlib.sha256(raw).hexdigest())
+
+    @app.post(
+        f"{API_PREFIX}/histograms",
+        status_code=202,
+        response_model=UploadReceipt,
+        openapi_extra={
+            "requestBody": {"required": True, "content": _schema(HistogramUpload, "application/json")},
+            "parameters": [
+                {"name": "Idempotency-Key", "in": "header", "required": True, "schema": {"type": "string"}},
+                {"name": "Content-Encoding", "in": "header", "required": False, "schema": {"type": "string"}},
+            ],
+        },
+    )
+    async def upload_histograms(request: Request) -> Response:
+        """Store histograms; answered after commit."""
+        key = require_idempotency_key(request.headers.getlist("idempotency-key"))
+        require_json(request.headers.get("content-type"))
+        encoding = require_encoding(request.headers.get("content-encoding"))
+        try:
+            body = await read_body(request.stream(), request.headers.get("content-length"), limits.body_bytes)
+        except ClientDisconnect as error:
+            raise RequestError(400, "body_incomplete", "body: the connection ended before the body did") from error
+        receipt = await run_sync(take, body, encoding, key, limiter=slots)
+        return Response(receipt.model_dump_json(), 202, media_type="application/json")
+
+    @app.delete(f"{API_PREFIX}/sessions/{{session_hash}}")
+    def delete_session(session_hash: _PathSession) -> Deleted:
+        """Remove a session from every later profile, for good: sent again, it is ignored."""
+        return Deleted(session_hash=session_hash, removed=store.delete_session(session_hash))
+
+
+def _add_reads(app: FastAPI, catalog: Catalog) -> None:
+    @app.get(f"{API_PREFIX}/profiles", response_model=ProfileList)
+    def list_profiles(query: Annotated[_ListQuery, Query()], if_none_match: _IfNoneMatch = None) -> Response:
+        """All profiles that can be pulled."""
+        profiles = ProfileList(profiles=catalog.summaries(query.fingerprint, query.phase))
+        return conditional_json(profiles.model_dump_json().encode(), if_none_match)
+
+    @app.get(f"{API_PREFIX}/profiles/{{fingerprint}}/{{workload}}", response_model=Profile)
+    def get_profile(
+        fingerprint: _PathFingerprint,
+        workload: _PathWorkload,
+        query: Annotated[_ProfileQuery, Query()],
+        if_none_match: _IfNoneMatch = None,
+    ) -> Response:
+        """One profile with its held-out curves."""
+        profile = catalog.profile(fingerprint, workload, query.phase, query.sibling)
+        return conditional_json(profile.model_dump_json().encode(), if_none_match)
+
+    @app.get(f"{API_PREFIX}/manifests/{{fingerprint}}/{{workload}}", response_model=PlacementManifest)
+    def get_manifest(
+        fingerprint: _PathFingerprint,
+        workload: _PathWorkload,
+        query: Annotated[_ManifestQuery, Query()],
+        if_none_match: _IfNoneMatch = None,
+    ) -> Response:
+        """The placement for a memory budget."""
+        budget = Budget(query.vram_bytes, query.n_ctx, query.reserve_bytes)
+        manifest = catalog.manifest(fingerprint, workload, query.phase, budget, query.sibling)
+        return conditional_json(manifest.model_dump_json().encode(), if_none_match)
+
+
+def _schema(model: type[BaseModel], media_type: str) -> dict[str, Any]:
+    return {media_type: {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
+
+
+def _describe_bodies(app: FastAPI) -> None:
+    """Add the schemas of what FastAPI does not parse itself: uploads, read as bytes, and problems."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            _, definitions = models_json_schema(
+                [(HistogramUpload, "validation"), (Problem, "serialization")],
+                ref_template="#/components/schemas/{model}",
+            )
+            schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way to extend the schema

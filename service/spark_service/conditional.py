@@ -1,0 +1,33 @@
+"""Strong entity tags and If-None-Match (RFC 9110): a pull that changed nothing costs a 304."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+from starlette.responses import Response
+
+__all__ = ["conditional_json", "etag_of", "none_match"]
+
+_TAG = re.compile(r'(?:W/)?("[\x21\x23-\x7e\x80-\xff]*")')
+
+
+def etag_of(body: bytes) -> str:
+    """Quoted SHA-256 of the bytes sent."""
+    return f'"{hashlib.sha256(body).hexdigest()}"'
+
+
+def none_match(header: str | None, etag: str) -> bool:
+    """Whether If-None-Match allows the answer to be sent: no tag in it is this one, by weak comparison."""
+    if header is None:
+        return True
+    return header.strip() != "*" and etag not in _TAG.findall(header)
+
+
+def conditional_json(body: bytes, if_none_match: str | None) -> Response:
+    """A JSON answer with its tag, or 304 when the client has these bytes already."""
+    etag = etag_of(body)
+    headers = {"ETag": etag, "Cache-Control": "private, no-cache"}
+    if not none_match(if_none_match, etag):
+        return Response(status_code=304, headers=headers)
+    return Response(body, headers=headers, media_type="application/json")

@@ -1,0 +1,105 @@
+"""Every environment variable that the service reads, once, typed."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from spark_service.errors import EnvironmentVariableError
+
+__all__ = [
+    "DATA_DIR",
+    "DB_MEMORY",
+    "DB_THREADS",
+    "HOST",
+    "MAX_BODY_BYTES",
+    "MAX_INFLATED_BYTES",
+    "PORT",
+    "TOKEN",
+    "VARIABLES",
+    "Variable",
+]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Variable(Generic[T]):
+    """One variable: ``parse`` raises ``ValueError`` with what it expected. Unset and empty both mean the default."""
+
+    name: str
+    parse: Callable[[str], T]
+    default: T
+    help: str
+
+    def read(self, environ: Mapping[str, str] | None = None) -> T:
+        """Return the parsed value, or raise :class:`EnvironmentVariableError` naming the variable."""
+        text = (os.environ if environ is None else environ).get(self.name, "")
+        if not text:
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            # A secret's value never reaches a terminal or a log.
+            found = "a value" if self is TOKEN else repr(text)
+            raise EnvironmentVariableError(
+                f"{self.name}: found {found}, expected {error}", f"correct or unset {self.name}: {self.help}"
+            ) from None
+
+
+def _integer(low: int, high: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"[0-9]{1,18}", text) or not low <= int(text) <= high:
+            raise ValueError(f"a whole number from {low} to {high}")
+        return int(text)
+
+    return parse
+
+
+def _memory(text: str) -> str:
+    if not re.fullmatch(r"[1-9][0-9]*(?:\.[0-9]+)? ?[KMGT]i?B", text):
+        raise ValueError("a size such as 512MB or 2GB")
+    return text
+
+
+def _token(text: str) -> str:
+    if not re.fullmatch(r"[!-~]+", text):
+        raise ValueError("visible ASCII characters without spaces")
+    return text
+
+
+def _path(text: str) -> Path:
+    return Path(text)
+
+
+HOST: Variable[str] = Variable("SPARKMOE_SERVICE_HOST", str, "127.0.0.1", "address to listen on")
+PORT: Variable[int] = Variable("SPARKMOE_SERVICE_PORT", _integer(0, 65535), 8710, "port to listen on, 0 for a free one")
+DATA_DIR: Variable[Path | None] = Variable(
+    "SPARKMOE_SERVICE_DATA_DIR", _path, None, "folder of the database; the user's data folder when unset"
+)
+TOKEN: Variable[str | None] = Variable(
+    "SPARKMOE_SERVICE_TOKEN", _token, None, "bearer token that every /api request must carry"
+)
+MAX_BODY_BYTES: Variable[int] = Variable(
+    "SPARKMOE_SERVICE_MAX_BODY_BYTES", _integer(1, 2**40), 8 * 2**20, "most bytes of a request body as sent"
+)
+MAX_INFLATED_BYTES: Variable[int] = Variable(
+    "SPARKMOE_SERVICE_MAX_INFLATED_BYTES", _integer(1, 2**40), 32 * 2**20, "most bytes of a request body once inflated"
+)
+DB_MEMORY: Variable[str] = Variable("SPARKMOE_SERVICE_DB_MEMORY", _memory, "1GB", "memory limit of the database")
+DB_THREADS: Variable[int] = Variable("SPARKMOE_SERVICE_DB_THREADS", _integer(1, 256), 2, "threads of the database")
+
+VARIABLES: tuple[Variable[Any], ...] = (
+    HOST,
+    PORT,
+    DATA_DIR,
+    TOKEN,
+    MAX_BODY_BYTES,
+    MAX_INFLATED_BYTES,
+    DB_MEMORY,
+    DB_THREADS,
+)

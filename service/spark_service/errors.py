@@ -1,0 +1,116 @@
+"""Every exception of the service.
+
+::
+
+    SparkServiceError                  a message for people, a hint, an exit code
+    ├── EnvironmentVariableError       a SPARKMOE_* variable holds a value that cannot be used
+    ├── RefusedError                   refused for safety (exit code 3)
+    ├── DataDirError                   the data folder cannot be created or written
+    ├── AddressError                   the address cannot be listened on
+    ├── DatabaseError                  the database cannot be opened
+    │   ├── DatabaseLockedError        another process owns the file
+    │   ├── DatabaseFormatError        the file is damaged, or not this service's
+    │   └── MigrationError             the schema is newer than this program, or was changed
+    ├── StorageError                   the open database refused an operation (HTTP 503)
+    │   └── StorageFullError           no room left for it (HTTP 507)
+    └── RequestError                   what a client sent or asked for is wrong (HTTP 4xx, with a stable code)
+
+A message says what failed, what was found and what was expected; the hint says what to do.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AddressError",
+    "DataDirError",
+    "DatabaseError",
+    "DatabaseFormatError",
+    "DatabaseLockedError",
+    "EnvironmentVariableError",
+    "MigrationError",
+    "RefusedError",
+    "RequestError",
+    "SparkServiceError",
+    "StorageError",
+    "StorageFullError",
+]
+
+
+class SparkServiceError(Exception):
+    """Base of all: ``message`` for people, ``hint`` with the next step, ``exit_code`` for the command line."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class EnvironmentVariableError(SparkServiceError):
+    """A ``SPARKMOE_*`` variable holds a value that cannot be used."""
+
+
+class RefusedError(SparkServiceError):
+    """Refused for safety."""
+
+    exit_code = 3
+
+
+class DataDirError(SparkServiceError):
+    """The data folder cannot be created or written."""
+
+
+class AddressError(SparkServiceError):
+    """The address cannot be listened on."""
+
+
+class DatabaseError(SparkServiceError):
+    """The database cannot be opened."""
+
+
+class DatabaseLockedError(DatabaseError):
+    """Another process owns the database file."""
+
+
+class DatabaseFormatError(DatabaseError):
+    """The database file is damaged, or is not this service's."""
+
+
+class MigrationError(DatabaseError):
+    """The schema is newer than this program, or its history was changed."""
+
+
+class StorageError(SparkServiceError):
+    """The open database refused an operation; nothing of it was kept."""
+
+
+class StorageFullError(StorageError):
+    """No room left, on disk or in the memory that the database may use; nothing was kept."""
+
+
+class RequestError(SparkServiceError):
+    """What a client sent or asked for is wrong. ``code`` is stable; ``status`` is the HTTP status.
+
+    ``field``, ``found`` and ``expected`` name the fault where there is a single one; ``headers`` are sent along.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        hint: str | None = None,
+        field: str | None = None,
+        found: str | None = None,
+        expected: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message, hint)
+        self.status = status
+        self.code = code
+        self.field = field
+        self.found = found
+        self.expected = expected
+        self.headers = headers

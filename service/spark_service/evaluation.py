@@ -1,0 +1,225 @@
+"""How well placements predict sessions that no profile has seen. Pure.
+
+Every policy gets the same bytes at a residency. Its cold-hit rate is the mean over held-out sessions of the session's
+own rate, and its interval a bootstrap over sessions: sessions are the unit, because tokens of one are not independent.
+
+- ``uniform``: the first experts of every layer, the same share of each.
+- ``random``: any experts, the same share of each layer; the mean of five seeds.
+- ``own``: this workload's profile, slots by greedy.
+- ``other``: the mean over all other workloads' profiles of the model.
+- ``oracle``: the held-out sessions' own mean shares: no static placement can do better on them.
+- ``lru``: a cache of the uniform slots that evicts the least recently used expert, started empty. Exact, from reuse
+  distances, so for decode alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spark_runtime.placement import (
+    LayerSizes,
+    bootstrap_interval,
+    cold_hit_rate,
+    greedy_slots,
+    hot_set,
+    residency_budget,
+    shares,
+    uniform_slots,
+)
+from spark_schemas.ids import Policy, Verdict
+from spark_schemas.profile import CurvePoint
+from spark_service.sessions import IntArray, Session
+
+__all__ = [
+    "MIN_SESSIONS",
+    "RESIDENCIES",
+    "VERDICT_RESIDENCY",
+    "Evaluation",
+    "evaluate",
+    "first_experts",
+    "session_rates",
+    "uniform_slots_for",
+]
+
+FloatArray = NDArray[np.float64]
+
+RESIDENCIES = tuple(step / 10 for step in range(1, 11))
+VERDICT_RESIDENCY = 0.6
+MIN_SESSIONS = 3
+"""Fewest sessions on either side of the split that support a verdict."""
+RANDOM_SEEDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Curves of all policies and what follows from them."""
+
+    curves: tuple[CurvePoint, ...]
+    verdict: Verdict | None
+    verdict_reason: str
+
+
+def evaluate(
+    layers: Sequence[LayerSizes],
+    workload: str,
+    own: Sequence[FloatArray],
+    others: Mapping[str, Sequence[FloatArray]],
+    held_out: Sequence[Session],
+    n_calibration: int,
+) -> Evaluation:
+    """Evaluate a workload's frequencies ``own[layer][expert]`` and the other workloads' on held-out sessions.
+
+    Without held-out sessions there are no curves and no verdict.
+    """
+    curves: list[CurvePoint] = []
+    at_verdict: dict[Policy, FloatArray] = {}
+    placed_by: dict[Policy, tuple[str, ...]] = {"own": (workload,), "other": tuple(sorted(others))}
+    for residency in RESIDENCIES if held_out else ():
+        rates = _rates_at(layers, residency_budget(layers, residency), own, others, held_out)
+        for policy, values in rates.items():
+            interval = bootstrap_interval(values.tolist())
+            curves.append(
+                CurvePoint(
+                    policy=policy,
+                    residency=residency,
+                    cold_hit_rate=interval.mean,
+                    low=interval.low,
+                    high=interval.high,
+                    profiles=placed_by.get(policy, ()),
+                )
+            )
+        if residency == VERDICT_RESIDENCY:
+            at_verdict = rates
+    verdict, reason = _verdict(at_verdict, n_calibration, len(held_out))
+    return Evaluation(tuple(curves), verdict, reason)
+
+
+def session_rates(sessions: Sequence[Session], resident: Sequence[IntArray]) -> FloatArray:
+    """Cold-hit rate of every session under one static placement."""
+    return np.array([cold_hit_rate(session.counts, resident) for session in sessions])
+
+
+def first_experts(slots: Sequence[int]) -> list[IntArray]:
+    """The uniform placement: the first ids of each layer."""
+    return [np.arange(count) for count in slots]
+
+
+@lru_cache(maxsize=256)
+def uniform_slots_for(layers: tuple[LayerSizes, ...], budget_bytes: int) -> tuple[int, ...]:
+    """Remembered :func:`uniform_slots`: the same for every profile of a model, and slow for large ones."""
+    return tuple(uniform_slots(layers, budget_bytes))
+
+
+def _rates_at(
+    layers: Sequence[LayerSizes],
+    budget: int,
+    own: Sequence[FloatArray],
+    others: Mapping[str, Sequence[FloatArray]],
+    held_out: Sequence[Session],
+) -> dict[Policy, FloatArray]:
+    slots = uniform_slots_for(tuple(layers), budget)
+
+    def placed(frequency: Sequence[FloatArray]) -> FloatArray:
+        return session_rates(held_out, hot_set(frequency, greedy_slots(frequency, layers, budget)))
+
+    rates: dict[Policy, FloatArray] = {
+        "uniform": session_rates(held_out, first_experts(slots)),
+        "random": np.mean(
+            [session_rates(held_out, _random_experts(layers, slots, seed)) for seed in range(RANDOM_SEEDS)], axis=0
+        ),
+        "own": placed(own),
+    }
+    if others:
+        rates["other"] = np.mean([placed(others[name]) for name in sorted(others)], axis=0)
+    rates["oracle"] = placed(_oracle(held_out))
+    if all(session.reuse is not None for session in held_out):
+        rates["lru"] = np.array([_lru_rate(session, slots) for session in held_out])
+    return rates
+
+
+def _random_experts(layers: Sequence[LayerSizes], slots: Sequence[int], seed: int) -> list[IntArray]:
+    rng = np.random.default_rng(seed)
+    return [rng.permutation(layer.n_experts)[:count] for layer, count in zip(layers, slots, strict=True)]
+
+
+def _oracle(held_out: Sequence[Session]) -> list[FloatArray]:
+    # The plain mean of shares is what the mean of session rates rewards: small sessions count fully there too.
+    each = [shares(session.counts) for session in held_out]
+    return [np.mean(layer, axis=0) for layer in zip(*each, strict=True)]
+
+
+def _lru_rate(session: Session, slots: Sequence[int]) -> float:
+    distances = session.reuse or ()
+    misses = sum(int(layer[count:].sum()) for layer, count in zip(distances, slots, strict=True))
+    return misses / sum(int(layer.sum()) for layer in distances)
+
+
+def _verdict(rates: Mapping[Policy, FloatArray], n_calibration: int, n_held_out: int) -> tuple[Verdict | None, str]:
+    """Decide from counts alone, at 60% residency, by paired differences per held-out session.
+
+    "Beats" means that the 95% interval of the mean difference lies clear of zero.
+
+    - ``pin``: the profile, placed once and never changed, beats the uniform placement *and* the cache. Beating the
+      cache alone is not enough: in short sessions any static placement beats a cache that starts empty.
+    - ``cache_only``: something beats the uniform placement, but the profile does not beat the cache. Where the two
+      cannot be told apart this is the weaker claim, and a cache follows traffic that drifts.
+    - ``no_gain``: neither beats the uniform placement.
+
+    ``profile`` (a cache started from the profile beats one without) cannot be known from counts and is never given.
+    """
+    missing = [
+        f"{MIN_SESSIONS - count} more {side} session{'s' if MIN_SESSIONS - count > 1 else ''} needed "
+        f"({count} of {MIN_SESSIONS})"
+        for side, count in (("held-out", n_held_out), ("calibration", n_calibration))
+        if count < MIN_SESSIONS
+    ]
+    if missing:
+        return None, " and ".join(missing)
+    own, uniform = rates["own"], rates["uniform"]
+    numbers = (
+        f"at {VERDICT_RESIDENCY:.0%} residency, on {n_held_out} held-out sessions, the profile placed once misses "
+        f"{own.mean():.1%} and the uniform placement {uniform.mean():.1%}"
+    )
+    own_gain = _difference(own, uniform)
+    if "lru" not in rates:
+        return None, f"no cache can be compared in a phase without reuse distances: {numbers}{own_gain}"
+    lru = rates["lru"]
+    cache_gain, against_cache = _difference(lru, uniform), _difference(own, lru)
+    numbers = (
+        f"{numbers}{own_gain}; an LRU cache started empty misses {lru.mean():.1%}{cache_gain}; "
+        f"profile minus cache{against_cache}"
+    )
+    if own_gain.clear and against_cache.clear:
+        return "pin", f"the profile beats both the uniform placement and a cache: {numbers}"
+    if own_gain.clear or cache_gain.clear:
+        return "cache_only", (
+            f"the profile, placed once, does not beat a cache: {numbers}. Whether a cache started from the profile "
+            "beats one without it needs live counts from agents, which uploads do not carry yet"
+        )
+    return "no_gain", f"neither the profile nor a cache beats the uniform placement: {numbers}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Difference:
+    """Mean paired difference in cold-hit rate with its interval; below zero is better."""
+
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def clear(self) -> bool:
+        return self.high < 0
+
+    def __str__(self) -> str:
+        return f" ({100 * self.mean:+.1f} points, {100 * self.low:+.1f} to {100 * self.high:+.1f})"
+
+
+def _difference(ours: FloatArray, theirs: FloatArray) -> _Difference:
+    interval = bootstrap_interval((ours - theirs).tolist())
+    return _Difference(interval.mean, interval.low, interval.high)

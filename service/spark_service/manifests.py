@@ -1,0 +1,135 @@
+"""From a profile and a memory budget to a placement manifest. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spark_runtime.placement import BudgetTooSmallError, bootstrap_interval, greedy_slots
+from spark_schemas.manifest import PRIOR_SCALE, Expectation, LayerPlacement, PlacementManifest, TierBytes
+from spark_schemas.model import ModelShape
+from spark_schemas.profile import Profile
+from spark_service.builders import layer_sizes
+from spark_service.errors import RequestError
+from spark_service.evaluation import first_experts, session_rates, uniform_slots_for
+from spark_service.sessions import Session
+
+__all__ = ["Budget", "build_manifest", "quantised_prior"]
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Video memory in total, the context it must hold and what to leave alone; bytes and tokens."""
+
+    vram_bytes: int
+    n_ctx: int
+    reserve_bytes: int = 0
+
+
+def build_manifest(
+    profile: Profile, shape: ModelShape, budget: Budget, held_out: Sequence[Session]
+) -> PlacementManifest:
+    """Place a model's experts by a profile within a budget.
+
+    ``expected`` is computed from exactly the hot set that the manifest encodes, on ``held_out``, the sessions that
+    judge the profile; without any it is ``None``. Raises :class:`RequestError` (422) for a context longer than the
+    model's and for a budget below the floor of ``2 * top_k`` slots per layer, with the smallest change that would do.
+    """
+    if budget.n_ctx > shape.context_length:
+        raise RequestError(
+            422,
+            "context_too_long",
+            f"n_ctx: found {budget.n_ctx}, expected at most the model's context length {shape.context_length}",
+            field="query.n_ctx",
+            found=str(budget.n_ctx),
+            expected=f"at most {shape.context_length}",
+            hint=f"ask for n_ctx={shape.context_length} or less",
+        )
+    kv_bytes = budget.n_ctx * shape.kv_bytes_per_token
+    fixed_bytes = shape.core_bytes + kv_bytes + budget.reserve_bytes
+    shares = [np.array(layer.shares) for layer in profile.layers]
+    try:
+        slots = greedy_slots(shares, layer_sizes(shape), budget.vram_bytes - fixed_bytes)
+    except BudgetTooSmallError as error:
+        raise _too_small(shape, budget, fixed_bytes + error.needed_bytes) from error
+    layers = tuple(
+        LayerPlacement(
+            block=layer.block,
+            n_experts=layer.n_experts,
+            top_k=layer.top_k,
+            slots=count,
+            expert_bytes=layer.expert_bytes,
+            prior=prior,
+            total_share=sum(prior) / PRIOR_SCALE,
+        )
+        for layer, count, prior in zip(shape.layers, slots, map(quantised_prior, shares), strict=True)
+    )
+    slot_bytes = sum(layer.slots * layer.expert_bytes for layer in layers)
+    return PlacementManifest(
+        fingerprint=shape.fingerprint,
+        sibling=shape.sibling,
+        workload=profile.workload,
+        phase=profile.phase,
+        profile_revision=profile.revision,
+        vram_budget_bytes=budget.vram_bytes,
+        n_ctx=budget.n_ctx,
+        layers=layers,
+        bytes=TierBytes(
+            vram_core=shape.core_bytes,
+            vram_kv=kv_bytes,
+            vram_slots=slot_bytes,
+            vram_reserve=budget.reserve_bytes,
+            vram_total=fixed_bytes + slot_bytes,
+            host_experts=shape.expert_bytes_total,
+            disk=0,
+        ),
+        expected=_expectation(shape, layers, slot_bytes, held_out),
+        verdict=profile.verdict,
+        verdict_reason=profile.verdict_reason,
+        n_calibration=profile.n_calibration,
+        n_held_out=profile.n_held_out,
+    )
+
+
+def quantised_prior(share: NDArray[np.float64]) -> tuple[int, ...]:
+    """One layer's shares in steps of 1/65535 of the largest; only a share of zero becomes 0."""
+    scaled = np.rint(share / share.max() * PRIOR_SCALE).astype(np.int64)
+    return tuple(np.where(share > 0, np.maximum(scaled, 1), 0).tolist())
+
+
+def _expectation(
+    shape: ModelShape, layers: Sequence[LayerPlacement], slot_bytes: int, held_out: Sequence[Session]
+) -> Expectation | None:
+    if not held_out:
+        return None
+    own = bootstrap_interval(session_rates(held_out, [np.array(layer.hot_set) for layer in layers]).tolist())
+    uniform = first_experts(uniform_slots_for(layer_sizes(shape), slot_bytes))
+    return Expectation(
+        cold_hit_rate=own.mean,
+        low=own.low,
+        high=own.high,
+        uniform_cold_hit_rate=float(session_rates(held_out, uniform).mean()),
+    )
+
+
+def _too_small(shape: ModelShape, budget: Budget, needed: int) -> RequestError:
+    fixes = [f"vram_bytes={needed}"]
+    if shape.kv_bytes_per_token:
+        n_ctx = budget.n_ctx - -(-(needed - budget.vram_bytes) // shape.kv_bytes_per_token)
+        if n_ctx >= 1:
+            fixes.append(f"n_ctx={n_ctx}")
+    kv_bytes = budget.n_ctx * shape.kv_bytes_per_token
+    return RequestError(
+        422,
+        "budget_too_small",
+        f"vram_bytes: found {budget.vram_bytes}, expected at least {needed} "
+        f"({shape.core_bytes} core + {kv_bytes} context + {budget.reserve_bytes} reserve + "
+        f"{shape.floor_bytes} for 2 * top_k experts per layer)",
+        field="query.vram_bytes",
+        found=str(budget.vram_bytes),
+        expected=f"at least {needed}",
+        hint="smallest change that fits: " + " or ".join(fixes),
+    )

@@ -1,0 +1,94 @@
+"""What one run of the service is told: options over environment over defaults."""
+
+from __future__ import annotations
+
+import ipaddress
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from spark_service import env
+from spark_service.errors import DataDirError, RefusedError
+
+__all__ = ["DATABASE_NAME", "Settings", "default_data_dir", "is_loopback"]
+
+DATABASE_NAME = "service.duckdb"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """All settings, checked."""
+
+    host: str
+    port: int
+    data_dir: Path
+    token: str | None
+    max_body_bytes: int
+    max_inflated_bytes: int
+    db_memory: str
+    db_threads: int
+
+    @classmethod
+    def resolve(cls, *, host: str | None = None, port: int | None = None, data_dir: Path | None = None) -> Self:
+        """Read the environment and let the given options win.
+
+        Raises :class:`EnvironmentVariableError` for unusable variables.
+        """
+        chosen_dir = data_dir if data_dir is not None else env.DATA_DIR.read()
+        return cls(
+            host=host if host is not None else env.HOST.read(),
+            port=port if port is not None else env.PORT.read(),
+            data_dir=(chosen_dir if chosen_dir is not None else default_data_dir()).absolute(),
+            token=env.TOKEN.read(),
+            max_body_bytes=env.MAX_BODY_BYTES.read(),
+            max_inflated_bytes=env.MAX_INFLATED_BYTES.read(),
+            db_memory=env.DB_MEMORY.read(),
+            db_threads=env.DB_THREADS.read(),
+        )
+
+    @property
+    def database(self) -> Path:
+        """The database file."""
+        return self.data_dir / DATABASE_NAME
+
+    def require_safe_address(self) -> None:
+        """Raise :class:`RefusedError` where anyone on the network could read and write without a token."""
+        if self.token is None and not is_loopback(self.host):
+            raise RefusedError(
+                f"refusing to listen on {self.host} without a token: found no {env.TOKEN.name}, "
+                "expected one for any address but loopback",
+                f"set {env.TOKEN.name} to a long random secret, or listen on 127.0.0.1",
+            )
+
+    def prepare_data_dir(self) -> None:
+        """Create the data folder, readable by its owner alone, and prove that it can be written.
+
+        Raises :class:`DataDirError` with the operating system's reason.
+        """
+        try:
+            self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.data_dir):
+                pass
+        except OSError as error:
+            raise DataDirError(
+                f"data folder {self.data_dir}: {error.strerror or error}, expected a folder that can be written",
+                "choose another with --data-dir PATH, or correct its permissions",
+            ) from error
+
+
+def default_data_dir() -> Path:
+    """The user's data folder for this service."""
+    import platformdirs
+
+    return Path(platformdirs.user_data_dir("spark")) / "service"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address; names other than ``localhost`` do not count as such."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

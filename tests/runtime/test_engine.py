@@ -1,0 +1,344 @@
+"""The engine on the trained demo model and on small models of other shapes: real llama.cpp throughout."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spark_runtime.chat import ChatFormat
+from spark_runtime.engine import Engine, EngineOptions, check_manifest
+from spark_runtime.errors import ContextFullError, ModelMismatchError, RoutingReadError, UnsupportedModelError
+from spark_runtime.ggml import GgmlTensor, ggml_base
+from spark_runtime.llama import LlamaContext
+from spark_runtime.sampling import Sampling
+from spark_runtime.session_counts import SessionCounts
+from spark_runtime.tap import EVAL_CALLBACK, EvalTap
+from spark_schemas.invariants import check_session
+from spark_schemas.manifest import LayerPlacement, PlacementManifest, TierBytes
+from spark_schemas.model import ModelShape
+
+TEXT = "def mean(values):\n    return sum(values) / len(values)\n\n\nclass Reader:\n    def __init__(self, path):\n"
+SESSION = "ab" * 32
+
+
+@pytest.fixture
+def engine(demo_model: Path) -> Iterator[Engine]:
+    with Engine.load(demo_model, EngineOptions(n_ctx=256, n_batch=32, n_threads=1)) as loaded:
+        yield loaded
+
+
+def logits_hash(engine: Engine, tokens: list[int], n: int) -> str:
+    digest = hashlib.sha256()
+    engine.prompt(tokens)
+    for _ in engine.generate(Sampling(), n):
+        digest.update(engine.logits().tobytes())
+    return digest.hexdigest()
+
+
+def test_counting_changes_no_bit(demo_model: Path, engine: Engine) -> None:
+    tokens = engine.tokenize(TEXT)
+    with Engine.load(demo_model, EngineOptions(n_ctx=256, n_batch=32, n_threads=1, count_routing=False)) as plain:
+        expected = logits_hash(plain, tokens, 64)
+    session = SessionCounts(engine.shape)
+    with engine.counting(session):
+        assert logits_hash(engine, tokens, 64) == expected
+    assert session.tokens_total
+
+
+def test_phases_are_counted_apart_and_hold_every_invariant(engine: Engine) -> None:
+    session = SessionCounts(engine.shape)
+    tokens = engine.tokenize(TEXT * 2)
+    assert len(tokens) > 32, "the prompt must be longer than a batch"
+    with engine.counting(session):
+        engine.prompt(tokens)
+        generated = list(engine.generate(Sampling(), 20))
+    assert session.tokens["prefill"] == len(tokens)
+    # A token that ends the text is drawn and not computed.
+    assert session.tokens["decode"] == len(generated) - engine.is_end(generated[-1])
+    histogram = session.to_histogram(SESSION, "code-heavy")
+    assert histogram is not None
+    check_session(histogram, engine.shape)
+    assert histogram.prefill is not None
+    routed = [layer.tokens for layer in histogram.prefill.layers]
+    assert routed[:-1] == [len(tokens)] * 3
+    assert routed[-1] < len(tokens), "llama.cpp routes only output tokens in the last block"
+
+
+class RouterProbe:
+    """Reads the router's own scores beside the tap, so that selections can be computed independently."""
+
+    def __init__(self, tap: EvalTap) -> None:
+        self.logits: dict[int, list[np.ndarray]] = {}
+        self.strides: set[tuple[int, int]] = set()
+        self._tap = tap
+        self.callback = EVAL_CALLBACK(self._call)
+        self.check = tap.check
+
+    def _call(self, address: int, ask: bool, data: int | None) -> bool:
+        tensor = GgmlTensor.from_address(address)
+        name = tensor.name.decode()
+        if name.startswith("ffn_moe_topk-") and ask:
+            self.strides.add((tensor.nb[1], tensor.ne[0] * 4))
+        if not name.startswith("ffn_moe_logits-"):
+            return self._tap._call(address, ask, data)
+        if not ask:
+            values = np.empty((tensor.ne[1], tensor.ne[0]), dtype=np.float32)
+            ggml_base().ggml_backend_tensor_get(address, values.ctypes.data, 0, values.nbytes)
+            self.logits.setdefault(int(name.split("-")[1]), []).append(values)
+        return True
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"experts": 64, "top_k": 8},
+        {"experts": 16, "top_k": 1},
+        {"architecture": "llama", "experts": 8, "top_k": 2, "quantised": True},
+        {"architecture": "dots1", "blocks": 4, "dense_blocks": 1, "shared": 1, "experts": 32, "top_k": 6},
+    ],
+    ids=["qwen3moe", "top-1", "mixtral-like", "dots1-dense-first-shared"],
+)
+def test_selections_are_the_routers(models, spec, case: dict[str, object]) -> None:
+    path = models.write(spec(**case))
+    selections, probe, shape = selections_of(path, [list(range(5, 45)), [7], [9, 11, 13]])
+    assert probe.strides, "no router was seen"
+    assert any(stride != flat for stride, flat in probe.strides), "contiguous ids would not test the strides"
+    for layer in shape.layers:
+        scores = np.concatenate(probe.logits[layer.block])
+        expected = np.argsort(-scores, axis=1, kind="stable")[:, : layer.top_k]
+        found = np.concatenate(selections[layer.block])
+        assert found.shape == expected.shape
+        assert (np.sort(found, axis=1) == np.sort(expected, axis=1)).all()
+
+
+def selections_of(path: Path, batches: list[list[int]]) -> tuple[dict[int, list[np.ndarray]], RouterProbe, ModelShape]:
+    from spark_runtime.collector import Collector
+    from spark_runtime.model_shape import read_model_shape
+
+    shape = read_model_shape(path)
+    seen: dict[int, list[np.ndarray]] = {layer.block: [] for layer in shape.layers}
+
+    class Recorder(Collector):
+        def observe(self, block: int, ids: np.ndarray) -> None:
+            super().observe(block, ids)
+            seen[block].append(ids)
+
+    probe = RouterProbe(EvalTap(Recorder(shape)))
+    context = LlamaContext(path, n_ctx=128, n_batch=64, n_threads=1, n_gpu_layers=0, tap=probe)  # type: ignore[arg-type]
+    try:
+        position = 0
+        for batch in batches:
+            context.decode(batch, position, all_outputs=True)
+            position += len(batch)
+    finally:
+        context.close()
+    return seen, probe, shape
+
+
+def test_tensor_layout_matches_the_librarys_accessors(demo_model: Path) -> None:
+    checked: list[str] = []
+
+    class Checker:
+        def __init__(self) -> None:
+            self.callback = EVAL_CALLBACK(self._call)
+
+        def check(self) -> None:
+            pass
+
+        def _call(self, address: int, ask: bool, _data: int | None) -> bool:
+            tensor = GgmlTensor.from_address(address)
+            library = ggml_base()
+            assert tensor.name == library.ggml_get_name(address)
+            if list(tensor.ne[2:]) == [1, 1] and tensor.type == 0:
+                assert library.ggml_nbytes(address) == (tensor.ne[1] - 1) * tensor.nb[1] + tensor.ne[0] * 4
+            library.ggml_op_name.restype = ctypes.c_char_p
+            if tensor.name.startswith(b"ffn_moe_up"):
+                assert library.ggml_op_name(tensor.op) == b"MUL_MAT_ID"
+                checked.append(GgmlTensor.from_address(tensor.src[0]).name.decode())
+            return False
+
+    context = LlamaContext(demo_model, n_ctx=64, n_batch=8, n_threads=1, n_gpu_layers=0, tap=Checker())  # type: ignore[arg-type]
+    context.decode([1, 2, 3], 0, all_outputs=False)
+    context.close()
+    assert checked == [f"blk.{block}.ffn_up_exps.weight" for block in range(4)]
+
+
+def test_callback_outlives_garbage_collection(demo_model: Path) -> None:
+    with Engine.load(demo_model, EngineOptions(n_ctx=64, n_threads=1)) as engine:
+        for _ in range(3):
+            gc.collect()
+            engine.prompt(engine.tokenize("import os"))
+            list(engine.generate(Sampling(), 3))
+
+
+def test_impossible_selections_stop_the_call_and_leave_no_counts(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = SessionCounts(engine.shape)
+    tap = engine._context._tap
+    assert tap is not None
+    real = tap._ids
+
+    def broken(address: int) -> np.ndarray:
+        return real(address) + 1000
+
+    with engine.counting(session):
+        monkeypatch.setattr(tap, "_ids", broken)
+        with pytest.raises(RoutingReadError, match="expected 0 to 63"):
+            engine.prompt(engine.tokenize(TEXT))
+        assert session.tokens_total == 0
+        assert engine.n_past == 0
+        monkeypatch.setattr(tap, "_ids", real)
+        engine.prompt(engine.tokenize(TEXT))
+    assert session.tokens["prefill"] > 0
+
+
+def test_a_continued_prompt_computes_only_what_is_new(engine: Engine) -> None:
+    first = engine.tokenize(TEXT)
+    engine.prompt(first)
+    session = SessionCounts(engine.shape)
+    with engine.counting(session):
+        reused = engine.prompt([*first, *engine.tokenize("x = 1\n", add_special=False)])
+    assert reused == len(first)
+    assert session.tokens["prefill"] == engine.n_past - len(first)
+
+
+def test_reuse_changes_no_choice(demo_model: Path, engine: Engine) -> None:
+    tokens = engine.tokenize(TEXT)
+    engine.prompt([*tokens[:20], 5, 6, 7])
+    engine.prompt(tokens)
+    reused = list(engine.generate(Sampling(), 16))
+    engine.reset()
+    engine.prompt(tokens)
+    assert list(engine.generate(Sampling(), 16)) == reused
+
+
+def test_feed_routes_every_decode_token_in_every_block(engine: Engine) -> None:
+    session = SessionCounts(engine.shape, keep_trace=True)
+    tokens = engine.tokenize(TEXT)
+    with engine.counting(session):
+        engine.feed(tokens, "decode", batch=10)
+    assert [ids.shape for ids in session.trace()] == [(len(tokens), 8)] * 4
+    histogram = session.to_histogram(SESSION, "x")
+    assert histogram is not None
+    assert histogram.prefill is None
+    check_session(histogram, engine.shape)
+
+
+def test_context_limits_are_errors_before_computing(engine: Engine, demo_model: Path) -> None:
+    with pytest.raises(ContextFullError, match="257 tokens, but the context holds 256"):
+        engine.prompt([1] * 257)
+    with pytest.raises(ContextFullError, match="empty prompt"):
+        engine.prompt([])
+    with pytest.raises(ContextFullError, match="trained for 1024"):
+        Engine.load(demo_model, EngineOptions(n_ctx=2048))
+    engine.prompt([1] * 250)
+    assert len(list(engine.generate(Sampling(temperature=5.0, seed=1), 100))) <= 7
+    assert engine.n_past <= 256
+
+
+def test_seed_decides_sampling(engine: Engine) -> None:
+    def draw(seed: int) -> list[int]:
+        engine.prompt(engine.tokenize(TEXT))
+        return list(engine.generate(Sampling(temperature=1.5, top_p=0.9, seed=seed), 20))
+
+    assert draw(1) == draw(1)
+    assert draw(1) != draw(2)
+
+
+def test_closing_the_iterator_stops(engine: Engine) -> None:
+    engine.prompt(engine.tokenize(TEXT))
+    before = engine.n_past
+    tokens = engine.generate(Sampling(), 100)
+    next(tokens)
+    tokens.close()
+    assert engine.n_past == before
+
+
+def test_unknown_architecture_gets_llama_cpps_reason(models, spec) -> None:
+    path = models.write(spec(architecture="nosuchmoe"))
+    with pytest.raises(UnsupportedModelError, match=r"unknown model architecture: 'nosuchmoe'") as caught:
+        Engine.load(path)
+    assert caught.value.hint
+
+
+def test_tokens_spell_the_text(engine: Engine) -> None:
+    text = "naïve café — 数学 🙂"
+    assert b"".join(engine.piece(t) for t in engine.tokenize(text, add_special=False)).decode() == text
+    assert engine.tokenize("<|im_end|>", parse_special=True) != engine.tokenize("<|im_end|>", parse_special=False)
+
+
+def test_chat_template_of_the_model_is_used(engine: Engine) -> None:
+    prompt = ChatFormat(engine).prompt([{"role": "user", "content": "hi"}])
+    assert prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.fixture
+def manifest(engine: Engine) -> PlacementManifest:
+    shape = engine.shape
+    slots = sum(16 * layer.expert_bytes for layer in shape.layers)
+    return PlacementManifest(
+        fingerprint=shape.fingerprint,
+        sibling=shape.sibling,
+        workload="code-heavy",
+        phase="decode",
+        profile_revision="0" * 64,
+        vram_budget_bytes=slots,
+        n_ctx=256,
+        layers=tuple(
+            LayerPlacement(
+                block=layer.block,
+                n_experts=layer.n_experts,
+                top_k=layer.top_k,
+                slots=16,
+                expert_bytes=layer.expert_bytes,
+                prior=tuple(range(layer.n_experts)),
+                total_share=1.0,
+            )
+            for layer in shape.layers
+        ),
+        bytes=TierBytes(
+            vram_core=0, vram_kv=0, vram_slots=slots, vram_reserve=0, vram_total=slots, host_experts=0, disk=0
+        ),
+        expected=None,
+        verdict=None,
+        verdict_reason="",
+        n_calibration=1,
+        n_held_out=0,
+    )
+
+
+def test_manifest_of_this_model_is_accepted(engine: Engine, manifest: PlacementManifest) -> None:
+    check_manifest(manifest, engine.shape)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.model_copy(update={"fingerprint": "mf1-" + "0" * 32}), "another quantisation of this model"),
+        (
+            lambda m: m.model_copy(update={"fingerprint": "mf1-" + "0" * 32, "sibling": "ms1-" + "0" * 32}),
+            "for another model",
+        ),
+        (lambda m: m.model_copy(update={"layers": m.layers[:-1]}), "has 3 layers with experts, the model 4"),
+        (
+            lambda m: m.model_copy(
+                update={"layers": (m.layers[0].model_copy(update={"expert_bytes": 1}), *m.layers[1:])}
+            ),
+            "the manifest's layer",
+        ),
+    ],
+)
+def test_manifest_of_anything_else_is_refused(
+    engine: Engine, manifest: PlacementManifest, change: Callable[[PlacementManifest], PlacementManifest], message: str
+) -> None:
+    with pytest.raises(ModelMismatchError, match=message) as caught:
+        check_manifest(change(manifest), engine.shape)
+    assert caught.value.exit_code == 3
+    assert caught.value.hint

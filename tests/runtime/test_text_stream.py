@@ -1,0 +1,35 @@
+"""Text that streams: never half a character, never past a stop string, nothing lost."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spark_runtime.chat import TextStream
+
+TEXTS = st.text(alphabet="ab<|é数🙂\n", max_size=40)
+
+
+@given(TEXTS, st.lists(st.text(alphabet="ab<|", min_size=1, max_size=4), max_size=3), st.data())
+def test_pieces_add_up_to_the_text_before_the_first_stop(text: str, stops: list[str], data: st.DataObject) -> None:
+    raw = text.encode()
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(raw)), max_size=8)))
+    stream = TextStream(stops)
+    shown = "".join(stream.push(raw[a:b]) for a, b in zip([0, *cuts], [*cuts, len(raw)], strict=True))
+    shown += stream.push(b"", final=True)
+    found = [position for stop in stops if (position := text.find(stop)) >= 0]
+    assert shown == (text[: min(found)] if found else text)
+    assert stream.stopped == bool(found)
+
+
+def test_what_cannot_become_a_stop_is_shown_at_once() -> None:
+    stream = TextStream(["END"])
+    assert stream.push(b"the E") == "the "
+    assert stream.push(b"dge") == "Edge"
+
+
+def test_half_a_character_waits() -> None:
+    stream = TextStream()
+    assert stream.push("é".encode()[:1]) == ""
+    assert stream.push("é".encode()[1:]) == "é"
+    assert stream.push(b"\xff", final=True) == "\ufffd"

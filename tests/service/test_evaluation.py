@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spark_runtime.placement import LayerSizes, frequencies, residency_budget, uniform_slots
+from spark_schemas.profile import CurvePoint
+from spark_service.evaluation import RESIDENCIES, Evaluation, evaluate, uniform_slots_for
+from spark_service.sessions import Session, merge_parts, split_sessions
+
+SIZES = (LayerSizes(12, 2, 100), LayerSizes(16, 2, 100), LayerSizes(8, 1, 50))
+
+
+def evaluated(make: Any, *, phase: str = "decode", other_taste: int | None = None, **how: Any) -> Evaluation:
+    shape = make.shape()
+    calibration, held_out = split_sessions(merge_parts(make.parts(shape, make.sessions(shape, **how), phase)))
+    others = {}
+    if other_taste is not None:
+        theirs = merge_parts(make.parts(shape, make.sessions(shape, 3, 0, taste=other_taste)))
+        others["chat"] = frequencies([s.counts for s in theirs], [s.tokens for s in theirs])
+    own = frequencies([s.counts for s in calibration], [s.tokens for s in calibration])
+    return evaluate(SIZES, "code", own, others, held_out, len(calibration))
+
+
+def curve(evaluation: Evaluation, policy: str) -> dict[float, CurvePoint]:
+    return {point.residency: point for point in evaluation.curves if point.policy == policy}
+
+
+def test_every_policy_at_every_residency(make: Any) -> None:
+    evaluation = evaluated(make, other_taste=7)
+    for policy in ("uniform", "random", "own", "other", "oracle", "lru"):
+        points = curve(evaluation, policy)
+        assert tuple(points) == RESIDENCIES == (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+        rates = [point.cold_hit_rate for point in points.values()]
+        assert all(point.low <= point.cold_hit_rate <= point.high for point in points.values())
+        if policy != "random":
+            assert rates == sorted(rates, reverse=True)
+        assert (rates[-1] == 0) == (policy != "lru")
+
+
+def test_better_knowledge_places_better(make: Any) -> None:
+    evaluation = evaluated(make, other_taste=7)
+    oracle, own, other = (curve(evaluation, policy) for policy in ("oracle", "own", "other"))
+    for residency in RESIDENCIES:
+        assert oracle[residency].cold_hit_rate <= own[residency].cold_hit_rate + 1e-12
+    assert own[0.6].cold_hit_rate < other[0.6].cold_hit_rate
+    assert own[0.6].profiles == ("code",)
+    assert other[0.6].profiles == ("chat",)
+    assert oracle[0.6].profiles == ()
+
+
+def test_no_other_workload_no_other_curve(make: Any) -> None:
+    assert not curve(evaluated(make), "other")
+
+
+def test_prefill_has_no_cache_to_compare(make: Any) -> None:
+    evaluation = evaluated(make, phase="prefill", prefill=200)
+    assert not curve(evaluation, "lru")
+    assert evaluation.verdict is None
+    assert "without reuse distances" in evaluation.verdict_reason
+
+
+def test_lru_is_counted_from_distances() -> None:
+    layers = (LayerSizes(4, 1, 10),)
+    # Six selections: distances 0, 1, 1, 3, and two first uses (entry 4).
+    session = Session("a", 6, (np.array([2, 2, 1, 1]),), (np.array([1, 2, 0, 1, 2]),))
+    evaluation = evaluate(layers, "code", [np.full(4, 0.25)], {}, [session], 1)
+    lru = curve(evaluation, "lru")
+    # The floor is 2 slots; at 0.8 the budget of 32 bytes holds 3.
+    assert [lru[r].cold_hit_rate for r in (0.1, 0.5, 0.8, 1.0)] == [3 / 6, 3 / 6, 3 / 6, 2 / 6]
+    assert (lru[0.5].low, lru[0.5].high) == (0.0, 1.0)
+
+
+def test_without_held_out_sessions_nothing_is_claimed(make: Any) -> None:
+    evaluation = evaluated(make, held_out=0)
+    assert evaluation.curves == ()
+    assert evaluation.verdict is None
+    assert evaluation.verdict_reason == "3 more held-out sessions needed (0 of 3)"
+
+
+@pytest.mark.parametrize(
+    ("calibration", "held_out", "reason"),
+    [
+        (3, 2, "1 more held-out session needed (2 of 3)"),
+        (1, 3, "2 more calibration sessions needed (1 of 3)"),
+        (2, 1, "2 more held-out sessions needed (1 of 3) and 1 more calibration session needed (2 of 3)"),
+    ],
+)
+def test_too_few_sessions_support_no_verdict(make: Any, calibration: int, held_out: int, reason: str) -> None:
+    evaluation = evaluated(make, calibration=calibration, held_out=held_out)
+    assert (evaluation.verdict, evaluation.verdict_reason) == (None, reason)
+
+
+def test_pin_where_traffic_is_skewed_and_independent(make: Any) -> None:
+    """Independent draws are the best case of a static placement: recency says nothing that frequency does not."""
+    evaluation = evaluated(make, skew=2.0)
+    assert evaluation.verdict == "pin"
+    own, lru = curve(evaluation, "own")[0.6], curve(evaluation, "lru")[0.6]
+    assert f"misses {own.cold_hit_rate:.1%}" in evaluation.verdict_reason
+    assert f"misses {lru.cold_hit_rate:.1%}" in evaluation.verdict_reason
+    assert "on 4 held-out sessions" in evaluation.verdict_reason
+
+
+def walking(seed: int) -> Session:
+    """Each session stays with a random third of the experts: frequency says nothing across sessions, recency all."""
+    from spark_runtime.recency import RecencyOrder
+
+    rng = np.random.default_rng(seed)
+    counts, reuse = [], []
+    for layer in SIZES:
+        favourites = rng.permutation(layer.n_experts)[: layer.top_k + 1]
+        ids = np.array([rng.permutation(favourites)[: layer.top_k] for _ in range(300)])
+        counts.append(np.bincount(ids.ravel(), minlength=layer.n_experts))
+        distances = RecencyOrder(layer.n_experts).observe(ids)
+        reuse.append(np.bincount(distances.ravel(), minlength=layer.n_experts + 1))
+    return Session(f"{seed:064x}", 300, tuple(counts), tuple(reuse))
+
+
+def test_cache_only_where_sessions_have_nothing_in_common(make: Any) -> None:
+    calibration, held_out = [walking(n) for n in range(8)], [walking(n) for n in range(100, 108)]
+    own = frequencies([s.counts for s in calibration], [s.tokens for s in calibration])
+    evaluation = evaluate(SIZES, "code", own, {}, held_out, 8)
+    assert evaluation.verdict == "cache_only"
+    assert "needs live counts from agents" in evaluation.verdict_reason
+
+
+def test_no_gain_where_everything_fits_anyway(make: Any) -> None:
+    """A floor of 2 * top_k that holds every expert: all placements are one."""
+    layers = (LayerSizes(4, 2, 10),)
+    sessions = [Session(str(n), 50, (np.array([40, 30, 20, 10]),), (np.array([50, 46, 0, 0, 4]),)) for n in range(4)]
+    evaluation = evaluate(layers, "code", frequencies([s.counts for s in sessions], [50] * 4), {}, sessions, 4)
+    assert evaluation.verdict == "no_gain"
+
+
+def test_beating_only_the_empty_cache_is_no_gain(make: Any) -> None:
+    """Short flat sessions: any static placement beats a cache that starts empty, so a profile has earned nothing."""
+    # Equal layers, so that not even knowing their sizes helps.
+    shape, sizes = make.shape([(16, 2, 100)] * 3), [LayerSizes(16, 2, 100)] * 3
+    sessions = make.sessions(shape, 8, 8, skew=0.0, decode=40)
+    calibration, held_out = split_sessions(merge_parts(make.parts(shape, sessions)))
+    own = frequencies([s.counts for s in calibration], [s.tokens for s in calibration])
+    evaluation = evaluate(sizes, "code", own, {}, held_out, 8)
+    at_own, at_uniform, at_lru = (curve(evaluation, policy)[0.6] for policy in ("own", "uniform", "lru"))
+    assert max(at_own.high, at_uniform.high) < at_lru.low
+    assert evaluation.verdict == "no_gain"
+
+
+def test_remembered_slots_are_the_slots() -> None:
+    for residency in RESIDENCIES:
+        budget = residency_budget(SIZES, residency)
+        assert list(uniform_slots_for(SIZES, budget)) == uniform_slots(SIZES, budget)
