@@ -7,10 +7,12 @@ from pathlib import Path
 
 from spark_agent.config import Config, load_config
 from spark_agent.env import Environment
+from spark_agent.errors import UsageError
 from spark_agent.http import ServiceClient
 from spark_agent.identity import session_key
 from spark_agent.output import Output
 from spark_agent.paths import config_path, local_key_path, spool_path
+from spark_agent.service_url import normalise_service_url
 from spark_agent.spool import Spool
 
 __all__ = ["AgentContext"]
@@ -31,8 +33,13 @@ class AgentContext:
         return cls(environment, load_config(config_path()), Output(json_mode=json_mode, environment=environment))
 
     def service_url(self, override: str | None = None) -> str:
-        """The calibration service to talk to."""
-        return override or self.config.effective_service_url(self.environment)
+        """The calibration service to talk to; raise :class:`UsageError` when ``--service`` is no address."""
+        if override is None:
+            return self.config.effective_service_url(self.environment)
+        try:
+            return normalise_service_url(override)
+        except ValueError as error:
+            raise UsageError(f"--service: found {override!r}, {error}", "e.g. http://127.0.0.1:8710") from error
 
     def client(self, service_url: str | None = None) -> ServiceClient:
         """A client of the calibration service; close it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from dataclasses import dataclass
@@ -39,9 +40,12 @@ class _Pulled(BaseModel):
 
 
 def load_manifest(path: Path) -> PlacementManifest:
-    """Read a manifest file; raise :class:`SparkError` naming the field that is wrong."""
+    """Read a manifest, as written by ``--output`` or as kept here; raise :class:`SparkError` naming the wrong field."""
     try:
-        return PlacementManifest.model_validate_json(path.read_bytes())
+        content = path.read_bytes()
+        with contextlib.suppress(ValidationError):
+            return _Pulled.model_validate_json(content).manifest
+        return PlacementManifest.model_validate_json(content)
     except OSError as error:
         raise SparkError(f"cannot read the manifest {path}: {error.strerror}", "check the path") from error
     except ValidationError as error:
@@ -84,7 +88,8 @@ class ManifestStore:
             vram_bytes=key.vram_bytes,
             n_ctx=key.n_ctx,
             reserve_bytes=key.reserve_bytes,
-            etag=etag,
+            # A peer's header: what could not be sent back is not kept.
+            etag=etag if etag is not None and etag.isascii() and etag.isprintable() else None,
             manifest=manifest,
         )
         write_atomically(path, pulled.model_dump_json().encode())
@@ -93,10 +98,8 @@ class ManifestStore:
     def _read(self, fingerprint: str, workload: str) -> _Pulled | None:
         try:
             return _Pulled.model_validate_json(self.path(fingerprint, workload).read_bytes())
-        except FileNotFoundError:
-            return None
-        except ValidationError:
-            # Written by another version, or damaged: it is only a copy of what the service has.
+        except (OSError, ValidationError):
+            # Never pulled; or damaged, or written by another version: it is only a copy of what the service has.
             return None
 
 

@@ -103,7 +103,7 @@ class Output:
 
         ``total`` is the number of steps, ``None`` when nobody knows.
         """
-        if self.json_mode or self._environment.no_progress or not sys.stderr.isatty():
+        if self._environment.no_progress or not sys.stderr.isatty():
             yield _advance_nothing
             return
         # Costs 95 ms to import, so only when there is something to draw.

@@ -6,7 +6,7 @@ conversation longer than the context goes on in an emptied one, the way coding t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from spark_agent.transcripts import Transcript, Turn
@@ -16,10 +16,12 @@ from spark_runtime.errors import ChatTemplateError
 from spark_runtime.session_counts import SessionCounts
 from spark_schemas.ids import Phase
 
-__all__ = ["DECODE_BATCH", "Segment", "record", "segments_of"]
+__all__ = ["DECODE_BATCH", "STEP", "Segment", "record", "segments_of"]
 
 DECODE_BATCH = 64
 """Known assistant tokens computed at once; bounds the logits to 64 rows, 39 MB for a vocabulary of 150,000."""
+STEP = 512
+"""Tokens between two looks at whether to go on: the engine's batch."""
 TEXT_PROMPT_SHARE = 0.25
 """Of a plain text, the share taken as prompt: the rest counts as if the model had written it."""
 
@@ -42,17 +44,27 @@ def segments_of(engine: Engine, chat: ChatFormat, transcript: Transcript, max_to
     return _cut(segments, max_tokens) if max_tokens else segments
 
 
-def record(engine: Engine, segments: list[Segment], *, keep_trace: bool = False) -> SessionCounts:
-    """Compute a session's segments in an empty context and return its counts."""
+def record(
+    engine: Engine,
+    segments: list[Segment],
+    *,
+    keep_trace: bool = False,
+    before_step: Callable[[], None] = lambda: None,
+) -> SessionCounts:
+    """Compute a session's segments in an empty context and return its counts.
+
+    ``before_step`` is called before every :data:`STEP` tokens or fewer; what it raises ends the recording.
+    """
     session = SessionCounts(engine.shape, keep_trace=keep_trace)
     engine.reset()
     with engine.counting(session):
         for segment in segments:
             left = segment.tokens
             while left:
+                before_step()
                 if engine.n_past == engine.n_ctx:
                     engine.reset()
-                room = engine.n_ctx - engine.n_past
+                room = min(engine.n_ctx - engine.n_past, STEP)
                 engine.feed(left[:room], segment.phase, batch=DECODE_BATCH if segment.phase == "decode" else None)
                 left = left[room:]
     return session
@@ -96,21 +108,28 @@ def _conversation(engine: Engine, chat: ChatFormat, turns: tuple[Turn, ...]) -> 
             messages.append({"role": role, "content": turn.text})
             unanswered.append(turn.text)
             continue
-        prompt = _prompt(chat, messages)
-        fresh = prompt[len(given) :] if prompt is not None and prompt.startswith(given) else "\n".join(unanswered)
-        if prefill := chat.tokenize(fresh, starts=not given):
+        prompt, prefill = _given(chat, messages, given, unanswered)
+        if prefill:
             yield Segment("prefill", prefill)
-        given = (prompt if prompt is not None else given + fresh) + turn.text
+        given = prompt + turn.text
         messages.append({"role": "assistant", "content": turn.text})
         unanswered.clear()
         if decode := engine.tokenize(turn.text, add_special=False):
             yield Segment("decode", decode)
-    if unanswered and (rest := engine.tokenize("\n".join(unanswered), add_special=False)):
-        yield Segment("prefill", rest)
+    if unanswered and (prefill := _given(chat, messages, given, unanswered)[1]):
+        yield Segment("prefill", prefill)
 
 
-def _prompt(chat: ChatFormat, messages: list[dict[str, str]]) -> str | None:
+def _given(
+    chat: ChatFormat, messages: list[dict[str, str]], given: str, unanswered: list[str]
+) -> tuple[str, list[int]]:
+    """The whole prompt of the next answer, and the tokens of what is new in it."""
     try:
-        return chat.prompt(messages)
+        prompt = chat.prompt(messages)
+        fresh = prompt[len(given) :] if prompt.startswith(given) else None
     except ChatTemplateError:
-        return None
+        prompt, fresh = "", None
+    if fresh is None:
+        fresh = "\n".join(unanswered)
+        prompt = prompt or given + fresh
+    return prompt, chat.tokenize(fresh, starts=not given)

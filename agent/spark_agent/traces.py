@@ -72,22 +72,35 @@ def save_traces(path: Path, fingerprint: str, sessions: Sequence[SessionTrace]) 
 
 def load_traces(path: Path) -> TraceFile:
     """Read traces; raise :class:`SparkError` when the file is something else or damaged."""
+    if not path.is_file():
+        raise SparkError(f"no such trace file: {path}", "record one: spark-agent record … --trace FILE")
     try:
-        with np.load(path, allow_pickle=False) as data:
-            return _parse(dict(data.items()))
-    except FileNotFoundError as error:
-        raise SparkError(f"no such trace file: {path}", "record one: spark-agent record … --trace FILE") from error
-    except (OSError, ValueError, KeyError, IndexError, EOFError, zipfile.BadZipFile) as error:
-        raise SparkError(f"{path} is not a trace written by spark-agent: {error}", "record it again") from error
+        with zipfile.ZipFile(path) as archive:
+            return _parse({member.removesuffix(".npy"): _array(archive, member) for member in archive.namelist()})
+    except Exception as error:
+        # A damaged archive fails in many ways: in zlib, in numpy's headers, in the names of its members.
+        reason = str(error) or type(error).__name__
+        raise SparkError(f"{path} is not a trace written by spark-agent: {reason}", "record it again") from error
+
+
+def _array(archive: zipfile.ZipFile, member: str) -> NDArray[np.generic]:
+    with archive.open(member) as file:
+        found: NDArray[np.generic] = np.lib.format.read_array(file, allow_pickle=False)
+        return found
 
 
 def _parse(data: dict[str, NDArray[np.generic]]) -> TraceFile:
     if int(data["format"]) != _FORMAT:
         raise ValueError(f"format {data['format']}, expected {_FORMAT}")
     offsets = data["offsets"].astype(np.int64)
-    layers = [data[f"layer_{layer}"].astype(np.int64) for layer in range(sum(name[:6] == "layer_" for name in data))]
+    layers = [data[f"layer_{layer}"] for layer in range(sum(name.startswith("layer_") for name in data))]
+    if not layers or any(layer.ndim != 2 or layer.dtype != np.uint16 for layer in layers):
+        raise ValueError("its layers are not selections per token")
+    if {len(layer) for layer in layers} != {offsets[-1]} or offsets[0] != 0 or (np.diff(offsets) < 0).any():
+        raise ValueError("its sessions do not add up to its tokens")
+    ids = [layer.astype(np.int64) for layer in layers]
     sessions = [
-        SessionTrace(str(name), str(workload), [layer[start:end] for layer in layers])
+        SessionTrace(str(name), str(workload), [layer[start:end] for layer in ids])
         for name, workload, start, end in zip(
             data["session_hash"], data["workload"], offsets[:-1], offsets[1:], strict=True
         )

@@ -227,13 +227,17 @@ def venv_folder(root: Path) -> Path:
 
 
 def stop(_number: int, _frame: FrameType | None) -> None:
-    """End on SIGTERM as on Ctrl-C, so that the programs we started are ended too."""
+    """End on SIGTERM as on Ctrl-C, and end the programs we started without being disturbed by a second signal."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 def main() -> int:
     """Make the environment, or find that there is nothing to do."""
     signal.signal(signal.SIGTERM, stop)
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # ignored by the shell for a background job
+        signal.signal(signal.SIGINT, stop)
     try:
         wheel = LlamaWheel(ROOT)
         venv = venv_folder(ROOT)

@@ -161,11 +161,12 @@ def run_logged(
         )
         assert process.stdout is not None
         try:
-            for line in process.stdout:
-                file.write(line)
-                tail.append(line)
-                if read_step and (step := read_step(line)):
-                    progress.update(*step)
+            with process.stdout:
+                for line in process.stdout:
+                    file.write(line)
+                    tail.append(line)
+                    if read_step and (step := read_step(line)):
+                        progress.update(*step)
             status = process.wait()
         except BaseException:
             stop_group(process)

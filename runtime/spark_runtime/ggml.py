@@ -9,6 +9,7 @@ import ctypes
 import functools
 import importlib.metadata
 import importlib.util
+import os
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -35,7 +36,7 @@ MAX_DIMS = 4
 _MAX_OP_PARAMS = 16  # int32 values; GGML_MAX_OP_PARAMS is 64 bytes
 _MAX_SRC = 10
 _MAX_NAME = 64
-_LOG_LEVEL_WARN, _LOG_LEVEL_ERROR = 2, 3
+_LOG_LEVEL_WARN, _LOG_LEVEL_ERROR = 3, 4
 _INSTALL_HINT = f"install it with: pip install 'spark-moe[agent]' (llama-cpp-python=={LLAMA_CPP_PYTHON_VERSION})"
 
 
@@ -66,27 +67,40 @@ class GgufInitParams(ctypes.Structure):
     _fields_: ClassVar = [("no_alloc", ctypes.c_bool), ("ctx", ctypes.c_void_p)]
 
 
-_recent: deque[str] = deque(maxlen=64)
+_recent: deque[tuple[int, str]] = deque(maxlen=64)
 
 
 def _keep_complaint(level: int, text: bytes | None, _data: object) -> None:
     if text and level in {_LOG_LEVEL_WARN, _LOG_LEVEL_ERROR}:
-        _recent.append(text.decode(errors="replace").strip())
+        _recent.append((level, text.decode(errors="replace").strip()))
 
 
 LOG_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(_keep_complaint)
 """Receives what ggml and llama.cpp log, for as long as the process lives; keeps warnings and errors."""
 
 
+def _give_up(message: bytes) -> None:
+    # ggml calls abort() after this: the process cannot go on, but it can say why and end with a proper exit code.
+    sys.stdout.flush()
+    sys.stderr.write(f"error: llama.cpp cannot go on: {message.decode(errors='replace').rsplit('/', 1)[-1]}\n")
+    sys.stderr.write("hint: the model's metadata may be damaged or unsupported; `spark-agent doctor MODEL` reads it\n")
+    sys.stderr.flush()
+    os._exit(1)
+
+
+_ABORT_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_give_up)
+
+
 @contextmanager
 def complaints() -> Iterator[list[str]]:
-    """Collect what the libraries warn about inside the block; the list is filled when the block ends."""
+    """Collect what the libraries complain about inside the block; the list is filled when it ends, errors first."""
     collected: list[str] = []
     _recent.clear()
     try:
         yield collected
     finally:
-        collected.extend(_recent)
+        # Stable: the first error is the cause, later ones are its consequences.
+        collected.extend(text for _, text in sorted(_recent, key=lambda entry: -entry[0]))
 
 
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
@@ -112,6 +126,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ggml_nbytes": (ctypes.c_size_t, [ctypes.c_void_p]),
     "ggml_get_name": (ctypes.c_char_p, [ctypes.c_void_p]),
     "ggml_backend_tensor_get": (None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]),
+    "ggml_set_abort_callback": (ctypes.c_void_p, [ctypes.c_void_p]),
     "ggml_log_set": (None, [ctypes.c_void_p, ctypes.c_void_p]),
 }
 
@@ -147,6 +162,7 @@ def ggml_base() -> ctypes.CDLL:
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     library.ggml_log_set(LOG_CALLBACK, None)
+    library.ggml_set_abort_callback(_ABORT_CALLBACK)
     return library
 
 

@@ -177,5 +177,4 @@ class LlamaContext:
 
 
 def _reason(log: Sequence[str]) -> str:
-    # The first complaint is the cause, later ones are its consequences.
     return log[0].split(": ", 1)[-1] if log else "it gives no reason"

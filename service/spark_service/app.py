@@ -31,8 +31,10 @@ from spark_service.manifests import Budget
 
 __all__ = ["create_app"]
 
-PARALLEL_UPLOADS = 2
-"""Uploads parsed at a time: each holds its body as Python numbers, several times its size."""
+PARALLEL_UPLOADS = 1
+"""Uploads parsed at a time: each holds its body as Python numbers, many times its size, and the interpreter would not
+parse two any faster.
+"""
 
 _PathFingerprint = Annotated[Fingerprint, Path()]
 _PathWorkload = Annotated[WorkloadName, Path()]

@@ -28,6 +28,7 @@ class ModelSpec:
     fused: bool = False
     nextn: int = 0
     quantised: bool = False
+    gating: bool = True
     metadata_top_k: int | list[int] | None = None
     """Overrides what the metadata claims."""
     expert_count_of_block: tuple[int, ...] | None = None
@@ -78,8 +79,8 @@ class GgufFactory:
             writer.add_leading_dense_block_count(spec.dense_blocks)
         if spec.shared:
             writer.add_expert_shared_count(spec.shared)
-        if spec.architecture == "dots1":
-            writer.add_expert_weights_scale(1.0)
+        if spec.gating:
+            writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX)
         if spec.nextn:
             writer.add_uint32(f"{spec.architecture}.nextn_predict_layers", spec.nextn)
 

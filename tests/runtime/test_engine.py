@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import hashlib
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -266,6 +268,15 @@ def test_unknown_architecture_gets_llama_cpps_reason(models, spec) -> None:
     with pytest.raises(UnsupportedModelError, match=r"unknown model architecture: 'nosuchmoe'") as caught:
         Engine.load(path)
     assert caught.value.hint
+
+
+def test_what_makes_llama_cpp_abort_ends_with_a_reason(models, spec) -> None:
+    path = models.write(spec(architecture="dots1", shared=1, gating=False))
+    load = f"from pathlib import Path; from spark_runtime.engine import Engine; Engine.load(Path({str(path)!r}))"
+    done = subprocess.run([sys.executable, "-c", load], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "error: llama.cpp cannot go on" in done.stderr
+    assert "hint: " in done.stderr
 
 
 def test_tokens_spell_the_text(engine: Engine) -> None:

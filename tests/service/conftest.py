@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import numpy as np
@@ -109,15 +110,16 @@ class Make:
         )
 
     def sessions(
-        self, shape: ModelShape, calibration: int = 4, held_out: int = 4, *, workload: str = "code", **how: object
+        self, shape: ModelShape, calibration: int = 4, held_out: int = 4, *, workload: str = "code", **how: Any
     ) -> list[SessionHistogram]:
         """Sessions on both sides of the split."""
         sides: list[tuple[Split, int]] = [("calibration", calibration), ("held_out", held_out)]
-        return [
-            self.session(shape, self.hash(index, side), workload=workload, seed=index + 100 * (side == "held_out"), **how)  # type: ignore[arg-type]
-            for side, count in sides
-            for index in range(count)
-        ]
+        made = []
+        for side, count in sides:
+            for index in range(count):
+                seed = index + 100 * (side == "held_out")
+                made.append(self.session(shape, self.hash(index, side), workload=workload, seed=seed, **how))
+        return made
 
     def upload(self, shape: ModelShape, sessions: Sequence[SessionHistogram]) -> HistogramUpload:
         return HistogramUpload(agent_version="0.1.0", model=shape, sessions=tuple(sessions))
@@ -125,7 +127,9 @@ class Make:
     def body(self, shape: ModelShape, sessions: Sequence[SessionHistogram]) -> bytes:
         return self.upload(shape, sessions).model_dump_json().encode()
 
-    def parts(self, shape: ModelShape, sessions: Sequence[SessionHistogram], phase: str = "decode") -> list[SessionPart]:
+    def parts(
+        self, shape: ModelShape, sessions: Sequence[SessionHistogram], phase: str = "decode"
+    ) -> list[SessionPart]:
         """Sessions as the store gives them back."""
         parts = []
         for session in sessions:

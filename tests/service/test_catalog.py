@@ -109,7 +109,9 @@ def test_what_is_unknown_is_said(store: Store, make: Any) -> None:
     assert "record sessions" in str(error.hint)
     assert "quantisations" not in str(error.hint)
     error = refusal(catalog, stranger, "code", "decode", sibling=shape.sibling)
-    assert f"other quantisations of it are known, but placement does not carry over: {shape.fingerprint}" in str(error.hint)
+    assert f"other quantisations of it are known, but placement does not carry over: {shape.fingerprint}" in (
+        error.hint or ""
+    )
     error = refusal(catalog, shape.fingerprint, "review", "decode")
     assert (error.code, error.expected) == ("unknown_workload", "chat, code")
     assert other.fingerprint in str(error.hint)

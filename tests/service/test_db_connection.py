@@ -17,7 +17,6 @@ from spark_service.db.connection import Database
 from spark_service.errors import (
     DatabaseError,
     DatabaseFormatError,
-    DatabaseLockedError,
     StorageError,
     StorageFullError,
 )
@@ -69,9 +68,14 @@ def test_sql_reaches_no_other_file(database: Database, tmp_path: Path, sql: str)
 def test_a_transaction_rolls_back_on_any_exception(database: Database) -> None:
     with database.transaction() as cursor:
         cursor.execute("CREATE TABLE t (a INTEGER)")
-    with pytest.raises(KeyError), database.transaction() as cursor:
-        cursor.execute("INSERT INTO t VALUES (1)")
-        raise KeyError
+
+    def fail() -> None:
+        with database.transaction() as cursor:
+            cursor.execute("INSERT INTO t VALUES (1)")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
     with database.cursor() as cursor:
         assert cursor.execute("SELECT count(*) FROM t").fetchall() == [(0,)]
 

@@ -181,9 +181,10 @@ def test_an_upload_that_fails_leaves_nothing(store: Store, make: Any, monkeypatc
     def fail(*_: object) -> None:
         raise MemoryError
 
-    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+    with monkeypatch.context() as patched:
         patched.setattr("spark_service.db.store.histograms_table", fail)
-        store.add_upload(upload, "key-1", "key-1")
+        with pytest.raises(MemoryError):
+            store.add_upload(upload, "key-1", "key-1")
     assert rows(store, "SELECT (SELECT count(*) FROM parts), (SELECT count(*) FROM models)") == [(0, 0)]
     assert add(store, upload) == (2, 0)
 
@@ -192,9 +193,10 @@ def test_a_failing_open_lets_go_of_the_file(tmp_path: Path, monkeypatch: pytest.
     def fail(_: object) -> None:
         raise SparkServiceError("no")
 
-    with monkeypatch.context() as patched, pytest.raises(SparkServiceError):
+    with monkeypatch.context() as patched:
         patched.setattr("spark_service.db.store.migrate", fail)
-        Store.open(tmp_path / "a.duckdb")
+        with pytest.raises(SparkServiceError):
+            Store.open(tmp_path / "a.duckdb")
     Store.open(tmp_path / "a.duckdb", threads=1).close()
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gzip
+import tracemalloc
 import zlib
 from collections.abc import AsyncIterator
 
@@ -39,10 +40,12 @@ def test_inflates_exactly_up_to_the_limit(encoding: str, raw: bytes, slack: int)
 @STEADY
 @given(data=st.binary(max_size=200))
 def test_noise_is_a_problem_or_a_stream(encoding: str, data: bytes) -> None:
+    caught = None
     try:
         inflate(data, encoding, 1000)
     except RequestError as error:
-        assert error.code in ("bad_encoding", "body_too_large")
+        caught = error.code
+    assert caught in (None, "bad_encoding", "body_too_large")
 
 
 @pytest.mark.parametrize("encoding", ["zstd", "gzip"])
@@ -72,10 +75,12 @@ def test_zstd_without_a_content_size_is_read() -> None:
 
 @pytest.mark.parametrize("kind", ["zstd", "unsized zstd", "gzip"])
 def test_a_bomb_never_inflates_beyond_the_cap(kind: str) -> None:
-    import tracemalloc
-
     raw = bytes(256 * 2**20)
-    pack = {"zstd": PACK["zstd"], "unsized zstd": unsized_zstd.compress, "gzip": lambda data: zlib.compress(data, 1, 31)}
+    pack = {
+        "zstd": PACK["zstd"],
+        "unsized zstd": unsized_zstd.compress,
+        "gzip": lambda data: zlib.compress(data, 1, 31),
+    }
     bomb = pack[kind](raw)
     del raw
     tracemalloc.start()

@@ -38,7 +38,9 @@ def manifest(built: BuiltProfile, shape: ModelShape, vram_bytes: int, n_ctx: int
     return build_manifest(built.profile, shape, Budget(vram_bytes, n_ctx, reserve), built.held_out)
 
 
-def refusal(built: BuiltProfile, shape: ModelShape, vram_bytes: int, n_ctx: int = 100, reserve: int = 0) -> RequestError:
+def refusal(
+    built: BuiltProfile, shape: ModelShape, vram_bytes: int, n_ctx: int = 100, reserve: int = 0
+) -> RequestError:
     with pytest.raises(RequestError) as caught:
         manifest(built, shape, vram_bytes, n_ctx, reserve)
     return caught.value
@@ -117,14 +119,14 @@ def test_a_prior_is_zero_only_for_no_share(shares: list[float]) -> None:
         assert abs(one - share / max(shares) * PRIOR_SCALE) <= 1
 
 
-layer_strategy = st.integers(1, 12).flatmap(
-    lambda n: st.tuples(st.just(n), st.integers(1, n), st.integers(1, 300), st.lists(st.floats(1e-9, 1), min_size=n, max_size=n))
-)
+def layer_of(n_experts: int) -> st.SearchStrategy[tuple[int, int, int, list[float]]]:
+    shares = st.lists(st.floats(1e-9, 1), min_size=n_experts, max_size=n_experts)
+    return st.tuples(st.just(n_experts), st.integers(1, n_experts), st.integers(1, 300), shares)
 
 
 @settings(deadline=None, derandomize=True, max_examples=200)
 @given(
-    layers=st.lists(layer_strategy, min_size=1, max_size=5),
+    layers=st.lists(st.integers(1, 12).flatmap(layer_of), min_size=1, max_size=5),
     vram_bytes=st.integers(1, 20_000),
     n_ctx=st.integers(1, 4096),
     reserve=st.integers(0, 500),
@@ -150,26 +152,24 @@ def test_any_manifest_fits_its_budget(make: Any, layers: list[Any], vram_bytes: 
     )
     budget = Budget(vram_bytes, n_ctx, reserve)
     needed = shape.core_bytes + 2 * n_ctx + reserve + shape.floor_bytes
-    try:
-        made = build_manifest(profile, shape, budget, ())
-    except RequestError as error:
-        assert error.code == "budget_too_small"
-        assert vram_bytes < needed
-        assert error.expected == f"at least {needed}"
+    if vram_bytes < needed:
+        with pytest.raises(RequestError) as caught:
+            build_manifest(profile, shape, budget, ())
+        assert (caught.value.code, caught.value.expected) == ("budget_too_small", f"at least {needed}")
         build_manifest(profile, shape, Budget(needed, n_ctx, reserve), ())
-        if fix := re.search(r"n_ctx=(\d+)", error.hint or ""):
+        if fix := re.search(r"n_ctx=(\d+)", caught.value.hint or ""):
             smaller = int(fix[1])
             build_manifest(profile, shape, Budget(vram_bytes, smaller, reserve), ())
             with pytest.raises(RequestError):
                 build_manifest(profile, shape, Budget(vram_bytes, smaller + 1, reserve), ())
         return
-    assert vram_bytes >= needed
+    made = build_manifest(profile, shape, budget, ())
     assert made.bytes.vram_total <= vram_bytes
     assert made.bytes.vram_slots == sum(layer.slots * layer.expert_bytes for layer in made.layers)
     for layer, sizes in zip(made.layers, shape.layers, strict=True):
         assert sizes.floor_slots <= layer.slots <= sizes.n_experts
         assert layer.total_share == sum(layer.prior) / PRIOR_SCALE
     left = vram_bytes - made.bytes.vram_total
-    assert all(
-        layer.slots == layer.n_experts or layer.expert_bytes > left for layer in made.layers
-    ), "room for one more expert was left unused"
+    assert all(layer.slots == layer.n_experts or layer.expert_bytes > left for layer in made.layers), (
+        "room for one more expert was left unused"
+    )

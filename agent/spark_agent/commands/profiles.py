@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from spark_agent.commands.record import check_workload_name
 from spark_agent.context import AgentContext
 from spark_agent.sizes import format_size, parse_size
+from spark_schemas.ids import Phase
 
 if TYPE_CHECKING:
     from spark_schemas.manifest import PlacementManifest
@@ -43,6 +45,7 @@ def pull_profile_command(
     from spark_runtime.model_shape import read_model_shape
 
     context = AgentContext.create(json_mode=json)
+    check_workload_name(name, option="NAME")
     shape = read_model_shape(context.model_path(model))
     n_ctx = ctx or default_context(shape)
     reserve_bytes = parse_size(reserve)
@@ -62,8 +65,9 @@ def pull_profile_command(
         )
     unchanged = manifest is None
     if manifest is None:
-        # The service said "not modified", which it only does for an ETag that we sent.
-        manifest = known[0]  # type: ignore[index]
+        if known is None:
+            raise AssertionError("the client takes 'not modified' only when it sent an ETag")
+        manifest = known[0]
     check_manifest(manifest, shape)
     if not dry_run:
         stored = store.put(manifest, key, etag)
@@ -153,7 +157,7 @@ def list_command(service: Service = None, json: Json = False) -> None:
 def show_command(
     name: Workload,
     model: Model = None,
-    phase: Annotated[str, typer.Option(help="prefill or decode")] = "decode",
+    phase: Annotated[Phase, typer.Option(help="Phase the profile was counted in.")] = "decode",
     service: Service = None,
     json: Json = False,
 ) -> None:
@@ -161,6 +165,7 @@ def show_command(
     from spark_runtime.model_shape import read_model_shape
 
     context = AgentContext.create(json_mode=json)
+    check_workload_name(name, option="NAME")
     shape = read_model_shape(context.model_path(model))
     with context.client(service) as client:
         profile = client.profile(shape.fingerprint, name, phase)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +12,7 @@ import typer
 
 from spark_agent.context import AgentContext
 from spark_agent.errors import SparkError, UsageError
+from spark_agent.interrupts import interrupts_at_checks
 from spark_agent.transcripts import Skipped, Transcript, read_transcripts
 
 __all__ = ["check_workload_name", "record_command"]
@@ -37,13 +39,20 @@ def record_command(
     trace: Annotated[Path | None, typer.Option(help="Also keep a token-level trace in this local file.")] = None,
     max_tokens: Annotated[int, typer.Option(min=0, help="Most tokens of each session; 0: all.")] = 0,
     ctx: Annotated[int, typer.Option(min=0, help="Context, tokens; 0: as trained, at most 8192.")] = 0,
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: all this process may use.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Feed transcripts through a model and keep their routing histograms in the spool."""
     context = AgentContext.create(json_mode=json)
     report = _Report()
-    work = _demo_work() if demo else _named_work(sessions, workload)
-    _record(context, context.model_path(model), work, report, trace=trace, max_tokens=max_tokens, ctx=ctx)
+    work = _demo_work(sessions, workload) if demo else _named_work(sessions, workload)
+    _check_trace(trace)
+    path = context.model_path(model)
+    try:
+        _record(context, path, work, report, trace=trace, max_tokens=max_tokens, ctx=ctx, threads=threads, demo=demo)
+    except KeyboardInterrupt:
+        context.output.info(f"{report.sessions} sessions are kept in the spool" + (", but no trace" if trace else ""))
+        raise
     _warn_about(context, report)
     if not report.sessions:
         raise SparkError("no session could be recorded", "see the reasons above; --sessions takes a file or a folder")
@@ -71,7 +80,7 @@ def _named_work(sessions: Path | None, workload: str | None) -> Iterator[tuple[s
     return ((name, item) for item in read_transcripts(sessions))
 
 
-def check_workload_name(name: str) -> str:
+def check_workload_name(name: str, *, option: str = "--workload") -> str:
     """Return the name of a workload; raise :class:`UsageError` for one that no service would take."""
     from pydantic import TypeAdapter, ValidationError
 
@@ -81,14 +90,25 @@ def check_workload_name(name: str) -> str:
         return str(TypeAdapter(WorkloadName).validate_python(name))
     except ValidationError as error:
         raise UsageError(
-            f"--workload: found {name!r}, expected 1 to 63 lower-case letters, digits and hyphens", "e.g. code-heavy"
+            f"{option}: found {name!r}, expected 1 to 63 lower-case letters, digits and hyphens", "e.g. code-heavy"
         ) from error
 
 
-def _demo_work() -> Iterator[tuple[str, Transcript | Skipped]]:
+def _demo_work(sessions: Path | None, workload: str | None) -> Iterator[tuple[str, Transcript | Skipped]]:
     from spark_agent.demo.sessions import demo_sessions
 
+    if sessions is not None or workload is not None:
+        raise UsageError("--demo brings its own sessions and workloads", "leave out --sessions and --workload")
     return ((name, transcript) for name, transcripts in demo_sessions().items() for transcript in transcripts)
+
+
+def _check_trace(path: Path | None) -> None:
+    """Find out before the work, not after it, that a trace cannot be written."""
+    if path is None:
+        return
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise SparkError(f"cannot write the trace {path}", "--trace takes a file in a folder that you may write to")
 
 
 def _record(
@@ -100,27 +120,30 @@ def _record(
     trace: Path | None,
     max_tokens: int,
     ctx: int,
+    threads: int,
+    demo: bool,
 ) -> None:
-    from spark_agent.identity import session_hash
     from spark_agent.recording import record, segments_of
     from spark_agent.traces import SessionTrace, save_traces
     from spark_runtime.chat import ChatFormat
     from spark_runtime.engine import Engine, EngineOptions
 
-    key = context.session_key()
     traces: list[SessionTrace] = []
     with (
-        Engine.load(model, EngineOptions(n_ctx=ctx)) as engine,
+        Engine.load(model, EngineOptions(n_ctx=ctx, n_threads=threads)) as engine,
         context.spool() as spool,
         context.output.progress("recording") as advance,
+        interrupts_at_checks() as check_interrupt,
     ):
+        hash_of = _session_hashes(context, demo=demo)
         chat = ChatFormat(engine)
         for workload, item in work:
             if isinstance(item, Skipped):
                 report.skipped.append({"source": str(item.source), "reason": item.reason})
                 continue
-            counts = record(engine, segments_of(engine, chat, item, max_tokens), keep_trace=trace is not None)
-            hashed = session_hash(key, item.lineage)
+            segments = segments_of(engine, chat, item, max_tokens)
+            counts = record(engine, segments, keep_trace=trace is not None, before_step=check_interrupt)
+            hashed = hash_of(item)
             histogram = counts.to_histogram(hashed, workload)
             if histogram is None:
                 report.skipped.append({"source": str(item.source), "reason": "no tokens"})
@@ -135,6 +158,18 @@ def _record(
             advance(1)
         if trace is not None and traces:
             save_traces(trace, engine.shape.fingerprint, traces)
+
+
+def _session_hashes(context: AgentContext, *, demo: bool) -> Callable[[Transcript], str]:
+    if demo:
+        from spark_agent.demo.sessions import demo_session_hash
+
+        # Chosen under their own key, so that both sides of the split are filled on every machine.
+        return demo_session_hash
+    from spark_agent.identity import session_hash
+
+    key = context.session_key()
+    return lambda transcript: session_hash(key, transcript.lineage)
 
 
 def _warn_about(context: AgentContext, report: _Report) -> None:

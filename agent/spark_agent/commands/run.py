@@ -9,7 +9,7 @@ import typer
 
 from spark_agent.commands.record import check_workload_name
 from spark_agent.context import AgentContext
-from spark_agent.errors import SparkError
+from spark_agent.errors import RefusedError, SparkError
 from spark_agent.sizes import format_size
 
 if TYPE_CHECKING:
@@ -48,10 +48,21 @@ def run_command(
     with (
         bind(address, context.environment.port if port is None else port) as listener,
         context.spool() as spool,
-        Engine.load(path, EngineOptions(n_ctx=ctx, n_threads=threads)) as engine,
     ):
-        start = _start_object(context, path, engine, placement, spool.stats().pending)
-        serve(context, engine, spool, listener, name=path.stem, workload=workload, start=start, describe=_describe)
+        key = context.session_key()
+        with Engine.load(path, EngineOptions(n_ctx=ctx, n_threads=threads)) as engine:
+            start = _start_object(context, path, engine, placement, spool.stats().pending)
+            serve(
+                context,
+                engine,
+                spool,
+                listener,
+                key=key,
+                name=path.stem,
+                workload=workload,
+                start=start,
+                describe=_describe,
+            )
 
 
 def _load_placement(manifest: str | None, shape: ModelShape) -> PlacementManifest | None:
@@ -61,8 +72,9 @@ def _load_placement(manifest: str | None, shape: ModelShape) -> PlacementManifes
     from spark_agent.paths import manifests_dir
 
     file = Path(manifest)
-    if file.exists() or file.suffix or file.name != manifest:
+    if file.is_file() or file.suffix or file.name != manifest:
         return load_manifest(file)
+    check_workload_name(manifest, option="--manifest")
     found = ManifestStore(manifests_dir()).get(shape.fingerprint, manifest)
     if found is None:
         raise SparkError(f"no profile {manifest!r} was pulled for this model", f"spark pull-profile {manifest}")
@@ -73,7 +85,6 @@ def _start_object(
     context: AgentContext, path: Path, engine: Engine, placement: PlacementManifest | None, pending: int
 ) -> dict[str, Any]:
     shape = engine.shape
-    consent = context.config.consent
     kv_bytes = engine.n_ctx * shape.kv_bytes_per_token
     return {
         "model": str(path),
@@ -98,11 +109,23 @@ def _start_object(
             "expected_cold_hit_rate": placement.expected.cold_hit_rate if placement.expected else None,
         },
         "upload": {
-            "allowed": bool(consent and consent.granted) and not context.environment.offline,
+            "allowed": _may_upload(context),
             "pending": pending,
             "service_url": context.service_url(),
         },
     }
+
+
+def _may_upload(context: AgentContext) -> bool:
+    from spark_agent.upload import require_permission
+
+    try:
+        require_permission(
+            context.environment, context.config.consent, context.service_url(), paused=context.config.paused
+        )
+    except RefusedError:
+        return False
+    return True
 
 
 def _describe(start: dict[str, Any]) -> str:
@@ -121,6 +144,6 @@ def _describe(start: dict[str, Any]) -> str:
             f"{format_size(placement['vram_slots_bytes'])}{promise}; accepted, "
             "though this version keeps every expert resident"
         )
-    allowed = "on" if upload["allowed"] else "off: spark-agent upload consent"
+    allowed = "on" if upload["allowed"] else "off: see spark-agent upload status"
     lines.append(f"uploads   {allowed}; {upload['pending']} histograms waiting")
     return "\n".join(lines)

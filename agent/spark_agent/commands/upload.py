@@ -8,7 +8,7 @@ import typer
 
 from spark_agent.config import save_config
 from spark_agent.context import AgentContext
-from spark_agent.errors import SparkError
+from spark_agent.errors import SparkError, UsageError
 from spark_agent.paths import config_path
 from spark_agent.privacy import MINIMUM_TOKENS
 
@@ -26,34 +26,7 @@ MinimumTokens = Annotated[
 @upload_app.command("status")
 def status_command(service: Service = None, json: Json = False) -> None:
     """Show what waits in the spool and whether it may leave."""
-    context = AgentContext.create(json_mode=json)
-    with context.spool() as spool:
-        stats = spool.stats()
-        rejected = spool.rejected()
-    consent = context.config.consent
-    state = "never asked" if consent is None else "granted" if consent.granted else "refused"
-    lines = [
-        f"pending   {stats.pending} histograms, {stats.bytes} bytes",
-        f"rejected  {stats.rejected}",
-        f"dropped   {stats.dropped} (the spool was full)",
-        f"consent   {state}" + (f" for {consent.service_url} on {consent.at:%Y-%m-%d}" if consent else ""),
-        f"service   {context.service_url(service)}",
-        f"error     {stats.last_error or 'none'}",
-        *(f"rejected {row.content_id[:12]}: {row.reason}" for row in rejected[:5]),
-    ]
-    context.output.result(
-        {
-            "pending": stats.pending,
-            "bytes": stats.bytes,
-            "rejected": stats.rejected,
-            "dropped": stats.dropped,
-            "last_error": stats.last_error,
-            "consent": consent.granted if consent else None,
-            "paused": context.config.paused,
-            "service_url": context.service_url(service),
-        },
-        "\n".join(lines),
-    )
+    _report_status(AgentContext.create(json_mode=json), service)
 
 
 @upload_app.command("show")
@@ -114,13 +87,17 @@ def flush_command(service: Service = None, minimum_tokens: MinimumTokens = MINIM
 @upload_app.command("pause")
 def pause_command(
     off: Annotated[bool, typer.Option("--off", help="Go on uploading.")] = False,
+    json: Json = False,
 ) -> None:
     """Keep counting but send nothing until ``--off``."""
     import dataclasses
 
-    context = AgentContext.create()
-    save_config(config_path(), dataclasses.replace(context.config, paused=not off))
+    context = AgentContext.create(json_mode=json)
+    config = dataclasses.replace(context.config, paused=not off)
+    save_config(config_path(), config)
     context.output.info("uploads go on" if off else "uploads are paused; counting goes on")
+    if json:
+        _report_status(dataclasses.replace(context, config=config))
 
 
 @upload_app.command("consent")
@@ -128,21 +105,58 @@ def consent_command(
     service: Service = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Consent without being asked.")] = False,
     no: Annotated[bool, typer.Option("--no", help="Refuse, or take a consent back.")] = False,
+    json: Json = False,
 ) -> None:
     """Decide whether counts may be sent to the service, and say what they are."""
+    import dataclasses
     import sys
 
-    context = AgentContext.create()
+    context = AgentContext.create(json_mode=json)
     address = context.service_url(service)
     if yes and no:
-        raise SparkError("found --yes and --no together, expected one", exit_code=2)
+        raise UsageError("found --yes and --no together, expected one")
     if not yes and not no:
         if not sys.stdin.isatty():
-            raise SparkError("nobody is there to ask: not a terminal", "pass --yes or --no", exit_code=2)
+            raise UsageError("nobody is there to ask: not a terminal", "pass --yes or --no")
         context.output.info(
             f"To {address}: how often each expert was chosen per session, and a keyed hash of the session.\n"
             "No text, no tokens, no order, no file or host names. `spark-agent upload show` prints the exact bytes."
         )
         yes = typer.confirm("Send these counts?", default=False, err=True)
-    save_config(config_path(), context.config.with_consent(yes, address))
+    config = context.config.with_consent(yes, address)
+    save_config(config_path(), config)
     context.output.info(f"consent {'granted' if yes else 'refused'} for {address}")
+    if json:
+        _report_status(dataclasses.replace(context, config=config), service)
+
+
+def _report_status(context: AgentContext, service: str | None = None) -> None:
+    address = context.service_url(service)
+    with context.spool() as spool:
+        stats = spool.stats()
+        rejected = spool.rejected()
+    consent = context.config.consent
+    state = "never asked" if consent is None else "granted" if consent.granted else "refused"
+    lines = [
+        f"pending   {stats.pending} histograms, {stats.bytes} bytes",
+        f"rejected  {stats.rejected}",
+        f"dropped   {stats.dropped} (the spool was full)",
+        f"consent   {state}" + (f" for {consent.service_url} on {consent.at:%Y-%m-%d}" if consent else ""),
+        *(["paused    until `spark-agent upload pause --off`"] if context.config.paused else []),
+        f"service   {address}",
+        f"error     {stats.last_error or 'none'}",
+        *(f"rejected {row.content_id[:12]}: {row.reason}" for row in rejected[:5]),
+    ]
+    context.output.result(
+        {
+            "pending": stats.pending,
+            "bytes": stats.bytes,
+            "rejected": stats.rejected,
+            "dropped": stats.dropped,
+            "last_error": stats.last_error,
+            "consent": consent.granted if consent else None,
+            "paused": context.config.paused,
+            "service_url": address,
+        },
+        "\n".join(lines),
+    )

@@ -6,20 +6,24 @@ the last line, one JSON object go to stdout; progress goes to stderr.
 
 from __future__ import annotations
 
+import http.client
 import json
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from spark_agent.demo.adaptive import adaptive_rate
-from spark_agent.demo.identity_check import PROMPTS, TOKENS, say
+from spark_agent.demo.identity_check import DEMO_THREADS, PROMPTS, TOKENS, say
 from spark_agent.demo.processes import Sandbox
 from spark_agent.demo.sessions import DEMO_KEY
+from spark_agent.errors import SparkError
 from spark_agent.output import Output, report_fault
 from spark_agent.traces import SessionTrace, load_traces
 from spark_runtime.engine import default_context
@@ -34,6 +38,7 @@ __all__ = ["main"]
 
 RESIDENCIES = (0.3, 0.6, 0.8)
 TOKENS_PER_SESSION = 960
+_THREADS = ("--threads", str(DEMO_THREADS))
 _COUNTED_POLICIES = ("uniform", "own", "other", "oracle")
 
 
@@ -82,6 +87,8 @@ def _run(sandbox: Sandbox, output: Output) -> None:
             str(trace),
             "--max-tokens",
             str(TOKENS_PER_SESSION),
+            *_THREADS,
+            watch=True,
         )
         output.info(
             f"[2/5] recorded {recorded['sessions']} sessions of this machine's own texts: "
@@ -93,9 +100,12 @@ def _run(sandbox: Sandbox, output: Output) -> None:
         output.info(f"[3/5] uploaded {sent['uploaded']} histograms: counts only")
         traces = load_traces(trace).sessions
         rows: list[Row] = []
+        verdicts: dict[str, str] = {}
         manifest = sandbox.home / "code-heavy.json"
         for workload in sorted(recorded["workloads"]):
-            rows += _rows(sandbox, shape, workload, traces)
+            profile = sandbox.run("spark_agent.cli_spark", "profiles", "show", workload, "--json")
+            verdicts[workload] = f"{profile['verdict'] or 'none yet'}: {profile['verdict_reason']}"
+            rows += _rows(sandbox, shape, workload, profile, traces)
         sandbox.run("spark_agent.cli_spark", "pull-profile", "code-heavy", "--output", str(manifest), "--json")
         output.info("[4/5] built the profiles, judged them on held-out sessions, pulled the manifests")
         identical = _identical_output(sandbox, model, manifest)
@@ -104,12 +114,17 @@ def _run(sandbox: Sandbox, output: Output) -> None:
             + ("the same bits" if identical else "DIFFERENT from plain llama.cpp")
         )
     _print_table(output, rows)
+    for workload, verdict in verdicts.items():
+        sys.stdout.write(f"{workload}: {verdict}\n")
     output.info(f"done in {time.monotonic() - started:.0f} s")
     sys.stdout.write(json.dumps({"identical_output": identical, "rows": [asdict(row) for row in rows]}) + "\n")
+    if not identical:
+        raise SparkError("counting changed what the model says", "report this machine's CPU and compiler")
 
 
-def _rows(sandbox: Sandbox, shape: ModelShape, workload: str, traces: list[SessionTrace]) -> list[Row]:
-    profile = sandbox.run("spark_agent.cli_spark", "profiles", "show", workload, "--json")
+def _rows(
+    sandbox: Sandbox, shape: ModelShape, workload: str, profile: Mapping[str, Any], traces: list[SessionTrace]
+) -> list[Row]:
     n_held_out = profile["n_held_out"]
     held_out = [
         t for t in traces if t.workload == workload and split_of(t.session_hash) == "held_out" and t.ids[0].size
@@ -141,7 +156,7 @@ def _pull(sandbox: Sandbox, shape: ModelShape, workload: str, residency: float) 
 def _identical_output(sandbox: Sandbox, model: Path, manifest: Path) -> bool:
     plain, counted = say(model, counting=False), say(model, counting=True)
     with sandbox.serving(
-        "spark_agent.cli", "run", str(model), "-p", "0", "--json", "--manifest", str(manifest)
+        "spark_agent.cli", "run", str(model), "-p", "0", "--json", "--manifest", str(manifest), *_THREADS
     ) as agent:
         served = tuple(_ask(agent, prompt) for prompt in PROMPTS)
     return plain == counted and served == plain.answers
@@ -149,11 +164,14 @@ def _identical_output(sandbox: Sandbox, model: Path, manifest: Path) -> bool:
 
 def _ask(agent: Mapping[str, Any], prompt: str) -> str:
     body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": TOKENS, "temperature": 0}
-    request = urllib.request.Request(
-        f"{agent['base_url']}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return str(json.load(answer)["choices"][0]["message"]["content"])
+    address = urlsplit(agent["base_url"])
+    with closing(http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)) as connection:
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        content = answer.read()
+    if answer.status != HTTPStatus.OK:
+        raise SparkError(f"the agent answered {answer.status}: {content.decode(errors='replace')[:200]}")
+    return str(json.loads(content)["choices"][0]["message"]["content"])
 
 
 def _print_table(output: Output, rows: list[Row]) -> None:

@@ -11,7 +11,7 @@ from spark_runtime.engine import Engine, EngineOptions
 from spark_runtime.sampling import Sampling
 from spark_runtime.session_counts import SessionCounts
 
-__all__ = ["PROMPTS", "Said", "say"]
+__all__ = ["DEMO_THREADS", "PROMPTS", "TOKENS", "Said", "say"]
 
 PROMPTS = (
     "How are you today?",
@@ -20,6 +20,8 @@ PROMPTS = (
     "Tell me about the sea.",
 )
 TOKENS = 64
+DEMO_THREADS = 1
+"""The demo model gains nothing from more, and spinning threads are slow on a machine that is busy otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ def say(model: Path, *, counting: bool) -> Said:
     """Answer :data:`PROMPTS` greedily, up to ``TOKENS`` tokens each, with routing counted or with plain llama.cpp."""
     digest = hashlib.sha256()
     answers: list[str] = []
-    with Engine.load(model, EngineOptions(count_routing=counting)) as engine:
+    with Engine.load(model, EngineOptions(n_threads=DEMO_THREADS, count_routing=counting)) as engine:
         chat = ChatFormat(engine)
         for prompt in PROMPTS:
             engine.reset()

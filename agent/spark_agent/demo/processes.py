@@ -29,22 +29,40 @@ class Sandbox:
         folders = {f"XDG_{kind.upper()}_HOME": str(home / kind) for kind in ("config", "cache", "state", "data")}
         self.environment: dict[str, str] = kept | folders | {"SPARKMOE_TEAM_KEY": team_key.hex()}
 
-    def run(self, module: str, *arguments: str) -> dict[str, Any]:
-        """Run a command to its end and return its JSON object; its messages go to our stderr."""
+    def run(self, module: str, *arguments: str, watch: bool = False) -> dict[str, Any]:
+        """Run a command to its end and return its JSON object.
+
+        Its messages are shown only if it fails, or as they come with ``watch`` (for progress bars).
+        """
         command = [*_entry(module), *arguments]
-        done = subprocess.run(command, env=self.environment, stdout=subprocess.PIPE, check=False)
+        done = subprocess.run(
+            command,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=None if watch else subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
         if done.returncode:
+            sys.stderr.write((done.stderr or b"").decode(errors="replace"))
             raise SparkError(f"`{module} {' '.join(arguments)}` ended with exit code {done.returncode}", "see above")
         return dict(json.loads(done.stdout)) if done.stdout.strip() else {}
 
     @contextmanager
     def serving(self, module: str, *arguments: str) -> Iterator[Mapping[str, Any]]:
-        """Run a server while the block runs; yields its start-up object."""
+        """Run a server while the block runs; yields its start-up object. Its log is shown if it does not start."""
         command = [*_entry(module), *arguments]
-        with subprocess.Popen(command, env=self.environment, stdout=subprocess.PIPE) as process:
+        log = self.home / f"{module}.log"
+        with (
+            log.open("wb") as messages,
+            subprocess.Popen(
+                command, env=self.environment, stdout=subprocess.PIPE, stderr=messages, stdin=subprocess.DEVNULL
+            ) as process,
+        ):
             try:
                 line = process.stdout.readline() if process.stdout is not None else b""
                 if not line:
+                    sys.stderr.write(log.read_text(errors="replace"))
                     raise SparkError(f"`{module} {' '.join(arguments)}` ended before it was ready", "see above")
                 yield json.loads(line)
             finally:

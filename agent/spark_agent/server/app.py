@@ -2,47 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from starlette.applications import Starlette
+from starlette.background import BackgroundTask
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Lifespan
 
-from spark_agent.server.requests import ChatRequest
+from spark_agent.server.api_error import ApiError
+from spark_agent.server.local_only import LocalOnly
+from spark_agent.server.requests import ChatRequest, first_fault
 from spark_agent.server.sessions import lineage_of
 from spark_agent.server.worker import BusyError, Finished, Generation, Piece, Worker
 from spark_runtime.chat import ChatFormat
-from spark_runtime.errors import ChatTemplateError, ContextFullError, SparkRuntimeError
+from spark_runtime.errors import ChatTemplateError, SparkRuntimeError
 
 __all__ = ["create_app"]
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
 _CLIENT_CLOSED_REQUEST = 499  # nginx's code for a client that left; nobody reads it
-_LOOPBACK_NAMES = ["127.0.0.1", "localhost", "[::1]"]
-
-
-class _ApiError(Exception):
-    """An answer in the OpenAI error shape."""
-
-    def __init__(self, status: int, message: str, code: str, *, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.param = param
-
-    def body(self) -> dict[str, Any]:
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+_T = TypeVar("_T")
 
 
 class _ChatApi:
@@ -64,9 +54,11 @@ class _ChatApi:
 
     async def chat_completions(self, request: Request) -> Response:
         body = _parse(await _read_body(request))
+        # A long conversation takes a while to tokenise, and others are being answered meanwhile.
+        tokens = await run_in_threadpool(self._tokens, body)
         generation = Generation(
             lineage=lineage_of(body.messages),
-            tokens=self._tokens(body),
+            tokens=tokens,
             sampling=body.sampling(),
             max_tokens=body.token_limit,
             stops=body.stops,
@@ -74,71 +66,78 @@ class _ChatApi:
         try:
             self._worker.submit(generation)
         except BusyError as error:
-            raise _ApiError(503, "too many requests are waiting; try again in a moment", "busy") from error
-        answer = f"chatcmpl-{uuid.uuid4().hex}"
-        if body.stream:
+            raise ApiError(
+                503, "too many requests are waiting; try again in a moment", "busy", headers={"Retry-After": "1"}
+            ) from error
+        answer = _Answer(self._model, include_usage=body.include_usage)
+        results = generation.results()
+        try:
+            if not body.stream:
+                return JSONResponse(await _unless_gone(request, answer.whole(results)))
             # The first event decides between an error status and a stream.
-            results = generation.results()
-            try:
-                first = await anext(results)
-            except SparkRuntimeError as error:
-                raise _engine_error(error) from error
-            chunks = self._chunks(answer, first, results, include_usage=body.stream_options.include_usage)
-            return StreamingResponse(chunks, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        return await self._whole(request, answer, generation)
+            first = await _unless_gone(request, anext(results))
+        except SparkRuntimeError as error:
+            raise ApiError.of(error) from error
+        except BaseException:
+            # Whatever ends the waiting, most of all a client that left, ends the computing.
+            generation.cancelled.set()
+            raise
+        return StreamingResponse(
+            answer.chunks(first, results),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache"},
+            background=BackgroundTask(generation.cancelled.set),
+        )
 
     def _tokens(self, body: ChatRequest) -> list[int]:
         try:
             return self._chat.tokenize(self._chat.prompt([message.for_template() for message in body.messages]))
         except ChatTemplateError as error:
-            raise _ApiError(400, _sentence(error), "chat_template", param="messages") from error
+            raise ApiError(400, str(ApiError.of(error)), "chat_template", param="messages") from error
 
-    async def _whole(self, request: Request, answer: str, generation: Generation) -> Response:
-        text, finished = "", None
-        try:
-            async for event in generation.results():
-                if isinstance(event, Finished):
-                    finished = event
-                else:
-                    text += event.text
-                    if await request.is_disconnected():
-                        return Response(status_code=_CLIENT_CLOSED_REQUEST)
-        except SparkRuntimeError as error:
-            raise _engine_error(error) from error
-        if finished is None:
-            raise _ApiError(500, "the engine ended without a result", "engine")
-        message = {"role": "assistant", "content": text}
-        choice = {"index": 0, "message": message, "finish_reason": finished.reason, "logprobs": None}
-        return JSONResponse(self._envelope(answer, "chat.completion", choices=[choice], usage=_usage(finished)))
 
-    async def _chunks(
-        self, answer: str, first: Piece | Finished, results: AsyncIterator[Piece | Finished], *, include_usage: bool
-    ) -> AsyncIterator[bytes]:
-        yield self._chunk(answer, {"role": "assistant", "content": ""}, None)
+class _Answer:
+    """The shapes of one answer, whole or in chunks."""
+
+    def __init__(self, model: str, *, include_usage: bool) -> None:
+        self._envelope = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._include_usage = include_usage
+
+    async def whole(self, results: AsyncIterator[Piece | Finished]) -> dict[str, Any]:
+        text = ""
+        async for event in results:
+            if isinstance(event, Finished):
+                message = {"role": "assistant", "content": text}
+                choice = {"index": 0, "message": message, "finish_reason": event.reason, "logprobs": None}
+                return {**self._envelope, "object": "chat.completion", "choices": [choice], "usage": _usage(event)}
+            text += event.text
+        raise RuntimeError("the generation ended without a result")
+
+    async def chunks(self, first: Piece | Finished, results: AsyncIterator[Piece | Finished]) -> AsyncIterator[bytes]:
         event: Piece | Finished | None = first
         try:
+            yield self._chunk({"role": "assistant", "content": ""})
             while event is not None:
                 if isinstance(event, Finished):
-                    yield self._chunk(answer, {}, event.reason)
-                    if include_usage:
-                        usage = self._envelope(answer, "chat.completion.chunk", choices=[], usage=_usage(event))
-                        yield _sse(usage)
+                    yield self._chunk({}, event.reason)
+                    if self._include_usage:
+                        yield self._event(choices=[], usage=_usage(event))
                 else:
-                    yield self._chunk(answer, {"content": event.text}, None)
+                    yield self._chunk({"content": event.text})
                 event = await anext(results, None)
             yield b"data: [DONE]\n\n"
-        except SparkRuntimeError as error:
+        except Exception as error:
             # The status is sent; the error can only be the stream's last event.
-            yield _sse(_engine_error(error).body())
-        finally:
-            await results.aclose()  # type: ignore[attr-defined]  # a generator, though typed as an iterator
+            yield _sse(ApiError.of(error).body())
+            if not isinstance(error, SparkRuntimeError):
+                raise  # the log gets the traceback
 
-    def _chunk(self, answer: str, delta: dict[str, str], finish_reason: str | None) -> bytes:
+    def _chunk(self, delta: dict[str, str], finish_reason: str | None = None) -> bytes:
         choice = {"index": 0, "delta": delta, "finish_reason": finish_reason, "logprobs": None}
-        return _sse(self._envelope(answer, "chat.completion.chunk", choices=[choice]))
+        return self._event(choices=[choice], **({"usage": None} if self._include_usage else {}))
 
-    def _envelope(self, answer: str, kind: str, **members: object) -> dict[str, Any]:
-        return {"id": answer, "object": kind, "created": int(time.time()), "model": self._model, **members}
+    def _event(self, **members: object) -> bytes:
+        return _sse({**self._envelope, "object": "chat.completion.chunk", **members})
 
 
 def create_app(
@@ -153,21 +152,20 @@ def create_app(
             Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
         ],
         lifespan=lifespan,
-        # A web page that rebinds its own name to 127.0.0.1 still sends that name here.
-        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=_LOOPBACK_NAMES)],
+        middleware=[Middleware(LocalOnly)],
         exception_handlers={
-            _ApiError: _answer_api_error,
+            ApiError: _answer_api_error,
             HTTPException: _answer_http_error,
+            ClientDisconnect: _answer_nobody,
             Exception: _answer_bug,
         },
     )
 
 
 async def _answer_api_error(_request: Request, error: Exception) -> Response:
-    if not isinstance(error, _ApiError):
+    if not isinstance(error, ApiError):
         raise error
-    headers = {"Retry-After": "1"} if error.status == 503 else None
-    return JSONResponse(error.body(), status_code=error.status, headers=headers)
+    return error.response()
 
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:
@@ -175,20 +173,47 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
         raise error
     message = f"{request.method} {request.url.path}: {error.detail}"
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-    return JSONResponse(_ApiError(error.status_code, message, code).body(), error.status_code, error.headers)
+    return ApiError(error.status_code, message, code, headers=error.headers).response()
 
 
-async def _answer_bug(_request: Request, _error: Exception) -> Response:
+async def _answer_nobody(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=_CLIENT_CLOSED_REQUEST)
+
+
+async def _answer_bug(_request: Request, error: Exception) -> Response:
     # Starlette raises it again after this answer, so the log has the traceback.
-    return JSONResponse(_ApiError(500, "an error inside the agent; see its log", "internal").body(), status_code=500)
+    return ApiError.of(error).response()
+
+
+async def _unless_gone(request: Request, work: Awaitable[_T]) -> _T:
+    """The work's result; when the client leaves first, the work is cancelled and :class:`ClientDisconnect` raised."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.wait({working, leaving})
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _read_body(request: Request) -> bytes:
+    too_large = ApiError(413, f"the request is over {MAX_BODY_BYTES} bytes", "too_large")
+    if int(request.headers.get("content-length", 0)) > MAX_BODY_BYTES:
+        raise too_large
     body = bytearray()
     async for part in request.stream():
         body += part
         if len(body) > MAX_BODY_BYTES:
-            raise _ApiError(413, f"the request is over {MAX_BODY_BYTES} bytes", "too_large")
+            raise too_large
     return bytes(body)
 
 
@@ -196,20 +221,8 @@ def _parse(body: bytes) -> ChatRequest:
     try:
         return ChatRequest.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "body"
-        reason = first["msg"].removeprefix("Value error, ")
-        raise _ApiError(400, f"{where}: {reason}", "invalid_request", param=where) from error
-
-
-def _engine_error(error: SparkRuntimeError) -> _ApiError:
-    if isinstance(error, ContextFullError):
-        return _ApiError(400, _sentence(error), "context_length_exceeded", param="messages")
-    return _ApiError(500, _sentence(error), "engine")
-
-
-def _sentence(error: SparkRuntimeError) -> str:
-    return f"{error}: {error.hint}" if error.hint else str(error)
+        where, reason = first_fault(error)
+        raise ApiError(400, f"{where or 'body'}: {reason}", "invalid_request", param=where) from error
 
 
 def _usage(finished: Finished) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import contextlib
 import ipaddress
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,10 +49,11 @@ def bind(host: str, port: int) -> Iterator[socket.socket]:
             f"refusing to listen on {host}: anyone who reaches it could use this model and read its answers",
             "listen on 127.0.0.1, and reach it from elsewhere through ssh -L",
         )
-    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
-    with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with contextlib.ExitStack() as opened:
         try:
+            family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+            listener = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((name, port))
             listener.listen(_BACKLOG)
         except OSError as error:
@@ -67,13 +69,13 @@ def serve(
     spool: Spool,
     listener: socket.socket,
     *,
+    key: bytes,
     name: str,
     workload: str,
     start: dict[str, Any],
     describe: Callable[[dict[str, Any]], str],
 ) -> None:
-    """Serve until SIGINT or SIGTERM; then finish, keep all counts, and return."""
-    key = context.session_key()
+    """Serve until SIGINT or SIGTERM; then finish, keep all counts, and return. ``key`` is that of session hashes."""
 
     def close(lineage: str, counts: SessionCounts) -> None:
         histogram = counts.to_histogram(session_hash(key, lineage), workload)
@@ -93,6 +95,7 @@ def serve(
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         worker.start()
         context.output.result(described, describe(described))
+        sys.stdout.flush()  # whoever started this process through a pipe waits for it
         yield
 
     app = create_app(

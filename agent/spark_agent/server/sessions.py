@@ -1,17 +1,18 @@
 """Which conversation a request belongs to, and the counts of every open one.
 
-Coding tools send the whole conversation with each request. Its beginning, the first message that is not from the
-system, names the lineage: a conversation that is continued, forked or resumed begins the same way.
+Coding tools send the whole conversation with each request. Its root, found as in transcripts, names the lineage: a
+conversation that is continued, forked or resumed has the same one, and so has its transcript when that is recorded
+later.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from spark_agent.server.requests import ChatMessage
+from spark_agent.transcripts.lineage import RootFinder
 from spark_runtime.session_counts import SessionCounts
 from spark_schemas.model import ModelShape
 
@@ -22,9 +23,12 @@ IDLE_S = 15 * 60.0
 
 
 def lineage_of(messages: Sequence[ChatMessage]) -> str:
-    """SHA-256 naming a conversation by how it begins."""
-    first = next((message for message in messages if message.role not in {"system", "developer"}), messages[0])
-    return hashlib.sha256(b"spark-live-v1\n" + first.for_template()["content"].encode()).hexdigest()
+    """The lineage of a conversation."""
+    finder = RootFinder()
+    for message in messages:
+        if message.role == "user":
+            finder.note(message.text)
+    return finder.lineage(messages[0].text)
 
 
 @dataclass(slots=True)
@@ -36,7 +40,8 @@ class _Open:
 class LiveSessions:
     """Counts of open conversations; hands each one over when it has been idle, when room is needed, or at the end.
 
-    Not thread-safe: only the thread that computes touches it.
+    What cannot be handed over stays, and is tried again the next time. Not thread-safe: only the thread that computes
+    touches it.
     """
 
     def __init__(
@@ -52,26 +57,37 @@ class LiveSessions:
 
     def counts_of(self, lineage: str) -> SessionCounts:
         """The counts a request adds to."""
-        found = self._open.pop(lineage, None) or _Open(SessionCounts(self._shape), 0.0)
+        found = self._open.setdefault(lineage, _Open(SessionCounts(self._shape), 0.0))
         found.last_use_s = self._clock()
-        self._open[lineage] = found
-        while len(self._open) > MAX_OPEN:
-            self._close_oldest()
+        self._open.move_to_end(lineage)
         return found.counts
 
-    def close_idle(self) -> None:
-        """Hand over what has not been used for a quarter of an hour; a later request starts a new part of it."""
+    def tidy(self) -> None:
+        """Hand over what has been idle for a quarter of an hour, and the oldest beyond :data:`MAX_OPEN`.
+
+        A later request starts a new part of the same session. Raises as :meth:`close_all`.
+        """
         now = self._clock()
-        while self._open and now - next(iter(self._open.values())).last_use_s >= IDLE_S:
-            self._close_oldest()
+        surplus = len(self._open) - MAX_OPEN
+        self._hand_over(
+            lineage
+            for index, (lineage, session) in enumerate(list(self._open.items()))
+            if index < surplus or now - session.last_use_s >= IDLE_S
+        )
 
     def close_all(self) -> None:
-        """Hand over everything."""
-        while self._open:
-            self._close_oldest()
+        """Hand over everything; raise the first failure after all were tried."""
+        self._hand_over(list(self._open))
 
-    def _close_oldest(self) -> None:
-        # Handed over before it is forgotten: if the spool refuses, the counts stay.
-        lineage, oldest = next(iter(self._open.items()))
-        self._close(lineage, oldest.counts)
-        del self._open[lineage]
+    def _hand_over(self, lineages: Iterable[str]) -> None:
+        failure: Exception | None = None
+        for lineage in lineages:
+            try:
+                self._close(lineage, self._open[lineage].counts)
+            except Exception as error:
+                # One that is refused must not hold up the others.
+                failure = failure or error
+            else:
+                del self._open[lineage]
+        if failure is not None:
+            raise failure

@@ -1,12 +1,13 @@
-"""The one thread that computes. Requests wait in line; a cancelled one stops at its next token."""
+"""The one thread that computes. Requests wait in line; one whose client has left stops at its next step."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,10 +21,16 @@ __all__ = ["BusyError", "Finished", "Generation", "Piece", "Worker"]
 
 MAX_WAITING = 64
 _HOUSEKEEPING_S = 30.0
+_PREFILL_STEP = 512
+"""Prompt tokens between two looks at whether anybody still waits: the engine's batch."""
 
 
 class BusyError(Exception):
     """The line is full."""
+
+
+class _AbandonedError(Exception):
+    """Nobody waits for the answer any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +65,8 @@ class Generation:
 
     def emit(self, event: Piece | Finished | Exception) -> None:
         """Hand an event to the waiting request, from the computing thread."""
-        if not self.loop.is_closed():
+        # A loop that has been closed means that the server is ending and nobody waits.
+        with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.events.put_nowait, event)
 
     async def results(self) -> AsyncIterator[Piece | Finished]:
@@ -85,6 +93,8 @@ class Worker:
         self._waiting: queue.Queue[Generation | None] = queue.Queue()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="spark-engine")
+        self._held: list[int] = []
+        """What the engine's context probably holds; only a guess is needed."""
 
     @property
     def waiting(self) -> int:
@@ -113,13 +123,13 @@ class Worker:
             try:
                 generation = self._waiting.get(timeout=_HOUSEKEEPING_S)
             except queue.Empty:
-                self._keep(self._sessions.close_idle)
+                self._keep(self._sessions.tidy)
                 continue
             if generation is None:
                 self._keep(self._sessions.close_all)
                 return
-            if not generation.cancelled.is_set():
-                self._serve(generation)
+            self._serve(generation)
+            self._keep(self._sessions.tidy)
 
     def _keep(self, close: Callable[[], None]) -> None:
         # A full disk must not end the thread that answers requests: counts stay in memory and are tried again.
@@ -142,15 +152,16 @@ class Worker:
                 f"a prompt of {len(generation.tokens)} tokens leaves no room in a context of {engine.n_ctx}",
                 "shorten the conversation or start the agent with a larger --ctx",
             )
+        self._check_wanted(generation)
         stream = TextStream(generation.stops)
-        produced = 0
+        generated: list[int] = []
         reason: Literal["stop", "length"] = "length"
         room = engine.n_ctx - len(generation.tokens)
         limit = min(generation.max_tokens or room, room)
         with engine.counting(self._sessions.counts_of(generation.lineage)):
-            reused = engine.prompt(generation.tokens)
+            reused = self._prefill(generation)
             for token in engine.generate(generation.sampling, limit):
-                produced += 1
+                generated.append(token)
                 ends = engine.is_end(token)
                 text = stream.push(b"" if ends else engine.piece(token))
                 if text:
@@ -158,12 +169,33 @@ class Worker:
                 if ends or stream.stopped:
                     reason = "stop"
                     break
-                if generation.cancelled.is_set() or self._stopping.is_set():
-                    break
+                self._check_wanted(generation)
+        self._held = [*generation.tokens, *generated][: engine.n_past]  # a last token is drawn and not computed
         rest = stream.push(b"", final=True)
         if rest:
             generation.emit(Piece(rest))
-        return Finished(reason, len(generation.tokens), reused, produced)
+        return Finished(reason, len(generation.tokens), reused, len(generated))
+
+    def _prefill(self, generation: Generation) -> int:
+        """Compute the prompt in the engine's own batches and return how many tokens were still there."""
+        tokens = generation.tokens
+        common = min(_common(self._held, tokens), len(tokens) - 1)
+        self._held = tokens
+        reused: int | None = None
+        for end in (*range(common + _PREFILL_STEP, len(tokens), _PREFILL_STEP), len(tokens)):
+            self._check_wanted(generation)
+            found = self._engine.prompt(tokens[:end])
+            reused = found if reused is None else reused
+        return reused or 0
+
+    def _check_wanted(self, generation: Generation) -> None:
+        if generation.cancelled.is_set() or self._stopping.is_set():
+            raise _AbandonedError
+
+
+def _common(old: Sequence[int], new: Sequence[int]) -> int:
+    """How many tokens two sequences begin with alike."""
+    return next((index for index, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
 
 
 def monotonic_clock() -> float:

@@ -80,7 +80,9 @@ class Store:
                 "SELECT body_sha256, accepted, duplicates FROM uploads WHERE idempotency_key = ?", [idempotency_key]
             ).fetchall()
             if earlier:
-                return _earlier_receipt(*earlier[0], body_sha256)
+                stored_sha256, accepted, duplicates = earlier[0]
+                _require_same_body(stored_sha256, body_sha256)
+                return UploadReceipt(accepted=accepted, duplicates=duplicates)
             _put_model(cursor, upload.model)
             fresh = _fresh_sessions(cursor, upload)
             if fresh:
@@ -161,7 +163,7 @@ class Store:
         return parts_from_table(table)
 
 
-def _earlier_receipt(stored_sha256: str, accepted: int, duplicates: int, body_sha256: str) -> UploadReceipt:
+def _require_same_body(stored_sha256: str, body_sha256: str) -> None:
     if stored_sha256 != body_sha256:
         raise RequestError(
             422,
@@ -170,7 +172,6 @@ def _earlier_receipt(stored_sha256: str, accepted: int, duplicates: int, body_sh
             field="header.Idempotency-Key",
             hint="send each upload under a key of its own, and repeat the key only to repeat the same bytes",
         )
-    return UploadReceipt(accepted=accepted, duplicates=duplicates)
 
 
 def _get_model(cursor: duckdb.DuckDBPyConnection, fingerprint: str) -> ModelShape | None:

@@ -1,0 +1,116 @@
+"""A real agent server on loopback: the demo model, uvicorn and sockets, in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from spark_agent.server.app import create_app
+from spark_agent.server.serve import bind
+from spark_agent.server.sessions import LiveSessions
+from spark_agent.server.worker import Worker
+from spark_runtime.chat import ChatFormat
+from spark_runtime.engine import Engine, EngineOptions
+from spark_runtime.models import demo_model_path
+from spark_runtime.session_counts import SessionCounts
+
+DEADLINE_S = 30.0
+
+
+@dataclass
+class Agent:
+    client: httpx.Client
+    address: tuple[str, int]
+    engine: Engine
+    worker: Worker
+    sessions: LiveSessions
+    kept: list[tuple[str, SessionCounts]]
+    complaints: list[Exception]
+
+    def chat(self, text: str = "How are you today?", **members: Any) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 16, **members}
+        return self.client.post("/v1/chat/completions", json=body)
+
+    def answer(self, text: str = "How are you today?", **members: Any) -> str:
+        reply = self.chat(text, **members)
+        assert reply.status_code == 200, reply.text
+        return reply.json()["choices"][0]["message"]["content"]
+
+    def events(self, text: str = "How are you today?", **members: Any) -> list[Any]:
+        """The JSON of a stream's events; the last one is ``[DONE]`` as text."""
+        reply = self.chat(text, stream=True, **members)
+        assert reply.status_code == 200, reply.text
+        parts = reply.content.split(b"\n\n")
+        assert parts.pop() == b""
+        assert all(part.startswith(b"data: ") and b"\n" not in part for part in parts)
+        values = [part.removeprefix(b"data: ") for part in parts]
+        return [value.decode() if value == b"[DONE]" else json.loads(value) for value in values]
+
+
+Serving = Callable[..., contextlib.AbstractContextManager[Agent]]
+
+
+@contextlib.contextmanager
+def serving(n_ctx: int = 0, refuse: Callable[[], Exception | None] = lambda: None) -> Iterator[Agent]:
+    """Serve while the block runs. ``refuse`` gives the error with which counts are not taken, if any."""
+    kept: list[tuple[str, SessionCounts]] = []
+    complaints: list[Exception] = []
+
+    def keep(lineage: str, counts: SessionCounts) -> None:
+        if (error := refuse()) is not None:
+            raise error
+        kept.append((lineage, counts))
+
+    with (
+        bind("127.0.0.1", 0) as listener,
+        Engine.load(demo_model_path(), EngineOptions(n_ctx=n_ctx, n_threads=1)) as engine,
+    ):
+        sessions = LiveSessions(engine.shape, keep, time.monotonic)
+        worker = Worker(engine, sessions, complaints.append)
+        app = create_app(worker, ChatFormat(engine), model="nano", health={"fingerprint": engine.shape.fingerprint})
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        worker.start()
+        thread.start()
+        host, port = listener.getsockname()
+        try:
+            with httpx.Client(base_url=f"http://{host}:{port}", timeout=DEADLINE_S, trust_env=False) as client:
+                yield Agent(client, (host, port), engine, worker, sessions, kept, complaints)
+        finally:
+            server.should_exit = True
+            thread.join()
+            worker.stop()
+
+
+@pytest.fixture(scope="session")
+def serve() -> Serving:
+    return serving
+
+
+@pytest.fixture(scope="module")
+def agent() -> Iterator[Agent]:
+    """A server that the tests of a module share."""
+    with serving() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def until() -> Callable[[Callable[[], bool]], None]:
+    """Wait until something is true, with a deadline."""
+
+    def wait(true: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not true():
+            assert time.monotonic() < deadline, "it never became true"
+            time.sleep(0.01)
+
+    return wait

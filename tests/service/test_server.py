@@ -1,0 +1,147 @@
+"""The real process: what it announces, how it stops, what a kill leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from spark_schemas.split import split_of
+from spark_service.db.store import Store
+from spark_service.errors import AddressError
+from spark_service.server import bind
+
+Start = Callable[..., tuple[subprocess.Popen[str], dict[str, Any]]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start ``spark-service run`` on a free port; give the process and its announcement."""
+    running: list[subprocess.Popen[str]] = []
+
+    def run(*options: str, **environment: str) -> tuple[subprocess.Popen[str], dict[str, Any]]:
+        command = [sys.executable, "-m", "spark_service.cli", "run", "-p", "0", "--data-dir", str(tmp_path / "data")]
+        with (tmp_path / "stderr").open("a") as stderr:
+            process = subprocess.Popen(
+                [*command, "--json", *options],
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                env={**os.environ, **environment},
+            )
+        running.append(process)
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, (tmp_path / "stderr").read_text()
+        return process, json.loads(line)
+
+    yield run
+    for process in running:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def upload(base_url: str, body: bytes, key: str = "a") -> httpx2.Response:
+    headers = {"Idempotency-Key": key, "Content-Type": "application/json"}
+    return httpx2.post(f"{base_url}/api/v1/histograms", content=body, headers=headers, timeout=30)
+
+
+def test_a_kill_after_the_answer_loses_nothing(start: Start, make: Any, tmp_path: Path) -> None:
+    shape = make.shape()
+    sessions = make.sessions(shape, 3, 2)
+    process, started = start()
+    assert upload(started["base_url"], make.body(shape, sessions)).status_code == 202
+    process.kill()
+    process.wait()
+    store = Store.open(tmp_path / "data" / "service.duckdb", threads=1)
+    keys = store.part_keys(shape.fingerprint, "decode")
+    assert {key.content_id for key in keys} == {session.content_id(shape.fingerprint) for session in sessions}
+    assert len(store.parts([key.content_id for key in keys], "decode")) == 5
+    assert sum(split_of(key.session_hash) == "held_out" for key in keys) == 2
+    assert store.add_upload(make.upload(shape, sessions), "b", "b").duplicates == 5
+    store.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_it_cleanly(start: Start, make: Any, tmp_path: Path, number: signal.Signals) -> None:
+    process, started = start()
+    assert set(started) == {"base_url", "data_dir", "schema_version", "version"}
+    assert started["data_dir"] == str(tmp_path / "data")
+    shape = make.shape()
+    body = make.body(shape, make.sessions(shape, 3, 0))
+    answers: list[httpx2.Response] = []
+    gate = threading.Event()
+
+    def slowly() -> Iterator[bytes]:
+        yield body[:100]
+        gate.set()
+        # The rest arrives only after the signal: the request is in flight then.
+        threading.Event().wait(0.7)
+        yield body[100:]
+
+    def send() -> None:
+        answers.append(upload(started["base_url"], slowly()))  # type: ignore[arg-type]
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    assert gate.wait(20)
+    threading.Event().wait(0.2)
+    process.send_signal(number)
+    sender.join(30)
+    assert process.wait(30) == 0
+    assert [answer.status_code for answer in answers] == [202]
+    assert process.stdout is not None
+    assert process.stdout.read() == ""
+    log = (tmp_path / "stderr").read_text()
+    assert "Traceback" not in log
+    # Checkpointed: everything is in the one file.
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["service.duckdb"]
+
+
+def test_a_second_owner_and_a_taken_port_are_refused(start: Start, tmp_path: Path) -> None:
+    process, started = start(SPARKMOE_SERVICE_TOKEN="s3cret-token")
+    url = started["base_url"]
+    assert httpx2.get(f"{url}/api/v1/profiles").status_code == 401
+    assert httpx2.get(f"{url}/readyz").status_code == 200
+    command = [sys.executable, "-m", "spark_service.cli", "run", "--data-dir"]
+    second = subprocess.run(
+        [*command, str(tmp_path / "data"), "-p", "0"], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (second.returncode, second.stdout) == (1, "")
+    assert f"service.duckdb is open in process {process.pid}" in second.stderr
+    assert f"hint: stop process {process.pid}" in second.stderr
+    port = url.rsplit(":", 1)[1]
+    third = subprocess.run(
+        [*command, str(tmp_path / "other"), "-p", port], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (third.returncode, third.stdout) == (1, "")
+    assert f"error: cannot listen on 127.0.0.1 port {port}: Address already in use" in third.stderr
+    assert "hint: " in third.stderr
+    assert "Traceback" not in second.stderr + third.stderr
+
+
+def test_binding_before_anything_else() -> None:
+    with bind("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port), timeout=5):
+            pass
+        with pytest.raises(AddressError, match=f"port {port}: Address already in use"):
+            bind("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("host", ["a..b", "999.1.1.1.invalid"])
+def test_hosts_that_are_none(host: str) -> None:
+    with pytest.raises(AddressError, match="cannot listen"):
+        bind(host, 0)

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spark_service import env
+from spark_service.errors import DataDirError, EnvironmentVariableError, RefusedError
+from spark_service.settings import Settings, default_data_dir, is_loopback
+
+
+def test_defaults() -> None:
+    settings = Settings.resolve()
+    assert (settings.host, settings.port, settings.token) == ("127.0.0.1", 8710, None)
+    assert settings.data_dir == default_data_dir()
+    assert settings.data_dir.parts[-2:] == ("spark", "service")
+    assert settings.database == settings.data_dir / "service.duckdb"
+
+
+def test_options_win_over_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SPARKMOE_SERVICE_PORT", "1234")
+    monkeypatch.setenv("SPARKMOE_SERVICE_HOST", "::1")
+    monkeypatch.setenv("SPARKMOE_SERVICE_DATA_DIR", str(tmp_path / "env"))
+    monkeypatch.setenv("SPARKMOE_SERVICE_TOKEN", "")
+    settings = Settings.resolve()
+    assert (settings.host, settings.port, settings.data_dir) == ("::1", 1234, tmp_path / "env")
+    assert settings.token is None
+    assert Settings.resolve(port=0, data_dir=tmp_path).port == 0
+    assert Settings.resolve(port=0, data_dir=tmp_path).data_dir == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("SPARKMOE_SERVICE_PORT", "65536"),
+        ("SPARKMOE_SERVICE_PORT", "-1"),
+        ("SPARKMOE_SERVICE_PORT", "eighty"),
+        ("SPARKMOE_SERVICE_MAX_BODY_BYTES", "0"),
+        ("SPARKMOE_SERVICE_MAX_INFLATED_BYTES", "1e9"),
+        ("SPARKMOE_SERVICE_DB_MEMORY", "lots"),
+        ("SPARKMOE_SERVICE_DB_THREADS", "0"),
+    ],
+)
+def test_unusable_variables_are_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(EnvironmentVariableError) as caught:
+        Settings.resolve()
+    assert caught.value.message.startswith(f"{name}: found {value!r}, expected ")
+
+
+def test_a_token_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARKMOE_SERVICE_TOKEN", "two words")
+    with pytest.raises(EnvironmentVariableError) as caught:
+        Settings.resolve()
+    assert "two words" not in caught.value.message
+
+
+def test_the_table_of_variables() -> None:
+    names = [variable.name for variable in env.VARIABLES]
+    assert len(set(names)) == len(names)
+    assert all(name.startswith("SPARKMOE_SERVICE_") for name in names)
+    assert all(variable.help for variable in env.VARIABLES)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
+def test_loopback(host: str) -> None:
+    assert is_loopback(host)
+    Settings.resolve(host=host).require_safe_address()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "example.org", ""])
+def test_anything_else_needs_a_token(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    assert not is_loopback(host)
+    with pytest.raises(RefusedError, match="without a token"):
+        Settings.resolve(host=host).require_safe_address()
+    monkeypatch.setenv("SPARKMOE_SERVICE_TOKEN", "long-random-secret")
+    Settings.resolve(host=host).require_safe_address()
+
+
+def test_the_data_dir_is_made_for_its_owner(tmp_path: Path) -> None:
+    settings = Settings.resolve(data_dir=tmp_path / "a" / "b")
+    settings.prepare_data_dir()
+    assert settings.data_dir.stat().st_mode & 0o777 == 0o700
+    assert list(settings.data_dir.iterdir()) == []
+
+
+def test_a_data_dir_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for path in (file, file / "below"):
+        with pytest.raises(DataDirError, match=str(path)):
+            Settings.resolve(data_dir=path).prepare_data_dir()
+
+    def refuse(**_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    # Not by file modes: the tests may run as root, whom they do not stop.
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    with pytest.raises(DataDirError, match="Permission denied"):
+        Settings.resolve(data_dir=tmp_path).prepare_data_dir()
