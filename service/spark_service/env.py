@@ -85,10 +85,10 @@ TOKEN: Variable[str | None] = Variable(
     "SPARKMOE_SERVICE_TOKEN", _token, None, "bearer token that every /api request must carry"
 )
 MAX_BODY_BYTES: Variable[int] = Variable(
-    "SPARKMOE_SERVICE_MAX_BODY_BYTES", _integer(1, 2**40), 8 * 2**20, "most bytes of a request body as sent"
+    "SPARKMOE_SERVICE_MAX_BODY_BYTES", _integer(1, 2**40), 4 * 2**20, "most bytes of a request body as sent"
 )
 MAX_INFLATED_BYTES: Variable[int] = Variable(
-    "SPARKMOE_SERVICE_MAX_INFLATED_BYTES", _integer(1, 2**40), 32 * 2**20, "most bytes of a request body once inflated"
+    "SPARKMOE_SERVICE_MAX_INFLATED_BYTES", _integer(1, 2**40), 16 * 2**20, "most bytes of a request body once inflated"
 )
 DB_MEMORY: Variable[str] = Variable("SPARKMOE_SERVICE_DB_MEMORY", _memory, "1GB", "memory limit of the database")
 DB_THREADS: Variable[int] = Variable("SPARKMOE_SERVICE_DB_THREADS", _integer(1, 256), 2, "threads of the database")

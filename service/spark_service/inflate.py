@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import zstandard
 
+from spark_service import env
 from spark_service.errors import RequestError
 
 __all__ = ["ENCODINGS", "BodyLimits", "inflate", "read_body", "require_encoding"]
@@ -21,8 +22,8 @@ _MAX_WINDOW = 2**25
 class BodyLimits:
     """Most bytes of a body as sent, and once inflated."""
 
-    body_bytes: int = 8 * 2**20
-    inflated_bytes: int = 32 * 2**20
+    body_bytes: int = env.MAX_BODY_BYTES.default
+    inflated_bytes: int = env.MAX_INFLATED_BYTES.default
 
 
 def require_encoding(header: str | None) -> str:

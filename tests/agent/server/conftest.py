@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -60,7 +61,9 @@ Serving = Callable[..., contextlib.AbstractContextManager[Agent]]
 
 
 @contextlib.contextmanager
-def serving(n_ctx: int = 0, refuse: Callable[[], Exception | None] = lambda: None) -> Iterator[Agent]:
+def serving(
+    model: Path | None = None, n_ctx: int = 0, refuse: Callable[[], Exception | None] = lambda: None
+) -> Iterator[Agent]:
     """Serve while the block runs. ``refuse`` gives the error with which counts are not taken, if any."""
     kept: list[tuple[str, SessionCounts]] = []
     complaints: list[Exception] = []
@@ -72,7 +75,7 @@ def serving(n_ctx: int = 0, refuse: Callable[[], Exception | None] = lambda: Non
 
     with (
         bind("127.0.0.1", 0) as listener,
-        Engine.load(demo_model_path(), EngineOptions(n_ctx=n_ctx, n_threads=1)) as engine,
+        Engine.load(model or demo_model_path(), EngineOptions(n_ctx=n_ctx, n_threads=1)) as engine,
     ):
         sessions = LiveSessions(engine.shape, keep, time.monotonic)
         worker = Worker(engine, sessions, complaints.append)

@@ -1,0 +1,84 @@
+"""What counting through the evaluation callback costs: the same prompt and greedy tokens with and without it.
+
+Usage: tap_cost.py [MODEL.gguf …] [--out FILE]. Variants alternate in one process, the median of the runs is reported,
+and the hash over the logits of every generated token must be one for all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from spark_runtime.engine import Engine, EngineOptions
+from spark_runtime.models import demo_model_path
+from spark_runtime.sampling import Sampling
+from spark_runtime.session_counts import SessionCounts
+
+PROMPT_TOKENS, DECODE_TOKENS, RUNS = 512, 256, 5
+
+
+def measure(engine: Engine, tokens: list[int], counting: bool) -> tuple[float, float, str]:
+    """Prefill and decode rates (tokens a second) and the hash of all logits."""
+    digest = hashlib.sha256()
+    engine.reset()
+    with engine.counting(SessionCounts(engine.shape) if counting else None):
+        start = time.perf_counter()
+        engine.prompt(tokens)
+        prefill = len(tokens) / (time.perf_counter() - start)
+        count, start = 0, time.perf_counter()
+        for _ in engine.generate(Sampling(), DECODE_TOKENS):
+            count += 1
+            digest.update(engine.logits().tobytes())
+        decode = count / (time.perf_counter() - start)
+    return prefill, decode, digest.hexdigest()
+
+
+def compare(path: Path, threads: int) -> dict[str, object]:
+    """One model's row."""
+    engines = {
+        counting: Engine.load(path, EngineOptions(n_threads=threads, n_ctx=1024, count_routing=counting))
+        for counting in (False, True)
+    }
+    rates: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+    hashes: set[str] = set()
+    for _ in range(RUNS):
+        for counting, engine in engines.items():
+            tokens = engine.tokenize(Path(__file__).read_text())[:PROMPT_TOKENS]
+            prefill, decode, digest = measure(engine, tokens, counting)
+            rates[counting].append((prefill, decode))
+            hashes.add(digest)
+    row: dict[str, object] = {"model": path.name, "threads": threads, "logits_identical": len(hashes) == 1}
+    for counting, name in ((False, "plain"), (True, "counting")):
+        row[f"{name}_prefill_tok_s"] = round(statistics.median(prefill for prefill, _ in rates[counting]))
+        row[f"{name}_decode_tok_s"] = round(statistics.median(decode for _, decode in rates[counting]))
+    for engine in engines.values():
+        engine.close()
+    return row
+
+
+def main() -> None:
+    """Measure and print (or write) the rows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="*", type=Path, help="GGUF files; the demo model if none")
+    parser.add_argument("--out", type=Path, help="write the JSON here, too")
+    options = parser.parse_args()
+    rows = [compare(path, threads) for path in options.models or [demo_model_path()] for threads in (1, 2)]
+    cpu = next(
+        (line.split(": ")[1] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ""
+    )
+    result = {"machine": {"cpu": cpu, "cores": os.cpu_count(), "python": platform.python_version()}, "rows": rows}
+    text = json.dumps(result, indent=1)
+    if options.out is not None:
+        options.out.write_text(text + "\n")
+    sys.stdout.write(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Write the command reference from the commands' own help; ``--check`` only compares.
+
+Usage: generate_cli_reference.py [--check]
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+os.environ |= {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb", "TERMINAL_WIDTH": "100"}
+
+import typer
+from typer.testing import CliRunner
+
+from spark_agent.cli import app as spark_agent
+from spark_service.cli import app as spark_service
+
+TARGET = Path(__file__).parents[2] / "infra/docs/commands.md"
+INTRODUCTION = """# Commands
+
+Generated from `--help` by `make generate`. Every `spark X` is also `spark-agent X`: the profile commands stand under
+`spark-agent` here.
+"""
+
+
+def paths(app: typer.Typer) -> list[list[str]]:
+    """All commands, groups before their members."""
+    found: list[list[str]] = [[], *([command.name or ""] for command in app.registered_commands if not command.hidden)]
+    for group in app.registered_groups:
+        if group.typer_instance is not None:
+            found += [[group.name or "", *path] for path in paths(group.typer_instance)]
+    return found
+
+
+def rendered() -> str:
+    """The whole page."""
+    runner = CliRunner()
+    text = INTRODUCTION
+    for name, app in (("spark-agent", spark_agent), ("spark-service", spark_service)):
+        for path in paths(app):
+            result = runner.invoke(app, [*path, "--help"], prog_name=name, terminal_width=100)
+            if result.exit_code:
+                raise RuntimeError(f"{name} {' '.join(path)} --help ended with {result.exit_code}: {result.output}")
+            lines = "\n".join(line.rstrip() for line in result.stdout.strip("\n").splitlines())
+            text += f"\n## {' '.join([name, *path])}\n\n```\n{lines}\n```\n"
+    return text
+
+
+def main() -> int:
+    """Write or compare; 1 when the page differs."""
+    text = rendered()
+    if "--check" in sys.argv[1:]:
+        if not TARGET.is_file() or TARGET.read_text() != text:
+            sys.stderr.write(f"error: {TARGET.name} is not what --help says\nhint: make generate\n")
+            return 1
+        return 0
+    TARGET.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,274 @@
+"""What the server does with requests that are wrong, foreign, or given up."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from spark_agent.server import worker
+from spark_agent.server.app import MAX_BODY_BYTES
+from spark_agent.server.requests import ChatMessage
+from spark_agent.server.sessions import lineage_of
+from spark_runtime.errors import DecodeError
+from spark_runtime.models import demo_model_path
+
+FOREVER = "How are you today?"
+CHAT = "/v1/chat/completions"
+
+
+def error_of(reply) -> dict[str, str]:
+    assert reply.headers["content-type"] == "application/json"
+    error = reply.json()["error"]
+    assert list(error) == ["message", "type", "param", "code"]
+    return error
+
+
+def test_health(agent):
+    assert agent.client.get("/health").json() == {
+        "status": "ok",
+        "fingerprint": agent.engine.shape.fingerprint,
+        "waiting": 0,
+    }
+
+
+def test_models(agent):
+    body = agent.client.get("/v1/models").json()
+    assert body["object"] == "list"
+    (entry,) = body["data"]
+    assert (entry["id"], entry["object"], entry["owned_by"]) == ("nano", "model", "spark")
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"\xff\xfe\x00", b'"' + b"[" * 5000, b'{"messages": [{"role": "user"}]}']
+)
+def test_a_body_that_is_no_request(agent, body):
+    reply = agent.client.post(CHAT, content=body)
+    assert reply.status_code == 400
+    assert error_of(reply)["code"] == "invalid_request"
+
+
+def test_an_unsupported_parameter_is_named(agent):
+    reply = agent.chat(tools=[{"type": "function"}])
+    assert reply.status_code == 400
+    error = error_of(reply)
+    assert error["param"] == "tools"
+    assert "not supported" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", CHAT, 405, "method_not_allowed"),
+        ("POST", "/health", 405, "method_not_allowed"),
+        ("GET", "/", 404, "not_found"),
+        ("POST", "/v1/embeddings", 404, "not_found"),
+    ],
+)
+def test_wrong_addresses(agent, method, path, status, code):
+    reply = agent.client.request(method, path)
+    assert reply.status_code == status
+    error = error_of(reply)
+    assert error["code"] == code
+    assert path in error["message"]
+
+
+def test_a_huge_body_is_refused_before_it_is_sent(agent):
+    with contextlib.closing(http.client.HTTPConnection(*agent.address, timeout=20)) as connection:
+        connection.putrequest("POST", CHAT)
+        connection.putheader("Content-Length", str(MAX_BODY_BYTES + 1))
+        connection.endheaders()
+        reply = connection.getresponse()
+        assert reply.status == 413
+        assert json.loads(reply.read())["error"]["code"] == "too_large"
+
+
+def test_a_body_of_unknown_length_is_bounded_too(agent, monkeypatch):
+    monkeypatch.setattr("spark_agent.server.app.MAX_BODY_BYTES", 1000)
+    assert agent.client.post(CHAT, content=iter([b"x" * 600, b"x" * 600])).status_code == 413
+    assert agent.client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "127.0.0.1"}, 200),
+        ({"Host": "LocalHost:11711"}, 200),
+        ({"Host": "[::1]:11711"}, 200),
+        ({"Host": "127.1.2.3"}, 200),
+        ({"Origin": "http://localhost:3000"}, 200),
+        ({"Host": "evil.example"}, 403),
+        ({"Host": "127.0.0.1.evil.example"}, 403),
+        ({"Host": "127.0.0.1@evil.example"}, 403),
+        ({"Host": "192.168.0.7:11711"}, 403),
+        ({"Host": "[::1"}, 403),
+        ({"Host": ""}, 403),
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+    ],
+)
+def test_only_this_machine_is_answered(agent, headers, status):
+    reply = agent.client.get("/health", headers=headers)
+    assert reply.status_code == status
+    if status == 403:
+        assert error_of(reply)["code"] == "not_local"
+
+
+@pytest.fixture
+def slow(agent, monkeypatch):
+    """The shared server, but its engine takes 5 ms more for each token."""
+    piece = agent.engine.piece
+
+    def slowly(token: int) -> bytes:
+        time.sleep(0.005)
+        return piece(token)
+
+    monkeypatch.setattr(agent.engine, "piece", slowly)
+    return agent
+
+
+def decoded(agent, text: str) -> int:
+    return agent.sessions.counts_of(lineage_of([ChatMessage(role="user", content=text)])).tokens["decode"]
+
+
+def post(agent, text: str, **members: object) -> socket.socket:
+    """Send a request and return the connection without reading."""
+    body = {"messages": [{"role": "user", "content": text}], "temperature": 0, **members}
+    raw = json.dumps(body).encode()
+    connection = socket.create_connection(agent.address, timeout=20)
+    connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n\r\n".encode() + raw)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_stops_its_generation(slow, until, stream):
+    text = f"{FOREVER} "
+    before = decoded(slow, text)
+    with post(slow, text, stream=stream) as connection:
+        if stream:
+            assert connection.recv(15).startswith(b"HTTP/1.1 200")
+        until(lambda: decoded(slow, text) > before)
+    assert slow.answer("What is a hash table?", max_tokens=2)
+    after = decoded(slow, text)
+    assert after - before < 900, "it went on to the end of the context"
+    assert slow.answer("What is a hash table?", max_tokens=2)
+    assert decoded(slow, text) == after
+
+
+def test_a_client_that_leaves_the_line_is_never_computed(slow, until):
+    with post(slow, FOREVER, stream=True) as first:
+        assert first.recv(15)
+        with post(slow, "never wanted"):
+            until(lambda: slow.worker.waiting == 1)
+        assert slow.client.get("/health").json()["waiting"] == 1
+        # Left again, but in line: the next request comes after it.
+        with post(slow, "wanted", max_tokens=1) as last:
+            until(lambda: slow.worker.waiting == 2)
+            first.close()
+            assert last.recv(15).startswith(b"HTTP/1.1 200")
+    assert slow.sessions.counts_of(lineage_of([ChatMessage(role="user", content="never wanted")])).tokens_total == 0
+
+
+def test_a_client_that_leaves_while_sending_is_no_error(agent, caplog):
+    with socket.create_connection(agent.address) as connection:
+        connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{{".encode())
+    assert agent.answer(max_tokens=1)
+    assert caplog.text == ""
+
+
+def test_a_full_line_asks_to_come_back(slow, until, monkeypatch):
+    monkeypatch.setattr(worker, "MAX_WAITING", 1)
+    with ThreadPoolExecutor(1) as pool, post(slow, FOREVER, stream=True) as first:
+        assert first.recv(15)
+        waiting = pool.submit(slow.answer, "What is a hash table?", max_tokens=1)
+        until(lambda: slow.worker.waiting == 1)
+        refused = slow.chat("one too many")
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == "1"
+        assert error_of(refused)["type"] == "server_error"
+        first.close()
+        assert waiting.result(20)
+
+
+def test_a_template_that_refuses(serve, tmp_path: Path):
+    data = demo_model_path().read_bytes()
+    start = data.index(b"{%- for message in messages")
+    end = data.index(b"{%- endif -%}", start) + len(b"{%- endif -%}")
+    template = b"{{ raise_exception('roles must alternate') }}"
+    path = tmp_path / "model.gguf"
+    path.write_bytes(data[:start] + template + b" " * (end - start - len(template)) + data[end:])
+    with serve(model=path) as agent:
+        reply = agent.chat()
+        assert reply.status_code == 400
+        error = error_of(reply)
+        assert (error["code"], error["param"]) == ("chat_template", "messages")
+        assert "roles must alternate" in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fault", "code"), [(DecodeError("llama.cpp failed"), "engine"), (ZeroDivisionError("secret"), "internal")]
+)
+def test_a_failing_engine_answers_500_and_the_next_request(agent, monkeypatch, caplog, fault, code, stream):
+    def fail(*_: object) -> None:
+        raise fault
+
+    with monkeypatch.context() as patch:
+        patch.setattr(agent.engine, "prompt", fail)
+        reply = agent.chat(stream=stream)
+    assert reply.status_code == 500
+    error = error_of(reply)
+    assert (error["type"], error["code"]) == ("server_error", code)
+    assert "secret" not in error["message"]
+    assert ("ZeroDivisionError" in caplog.text) == (code == "internal")
+    assert agent.answer()
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"), [(DecodeError("llama.cpp failed"), "engine"), (ZeroDivisionError("secret"), "internal")]
+)
+def test_a_failure_in_a_stream_is_its_last_event(agent, monkeypatch, caplog, fault, code):
+    piece, seen = agent.engine.piece, []
+
+    def fail_later(token: int) -> bytes:
+        seen.append(token)
+        if len(seen) > 3:
+            raise fault
+        return piece(token)
+
+    chunks = []
+    with (
+        monkeypatch.context() as patch,
+        agent.client.stream(
+            "POST", CHAT, json={"messages": [{"role": "user", "content": FOREVER}], "stream": True}
+        ) as reply,
+    ):
+        patch.setattr(agent.engine, "piece", fail_later)
+        with contextlib.suppress(Exception):
+            chunks.extend(reply.iter_raw())
+    body = b"".join(chunks)
+    assert b"[DONE]" not in body
+    last = json.loads(body.split(b"\n\n")[-2].removeprefix(b"data: "))
+    assert last["error"]["code"] == code
+    assert agent.answer()
+
+
+def test_a_full_spool_does_not_stop_the_server(serve, monkeypatch):
+    monkeypatch.setattr("spark_agent.server.sessions.MAX_OPEN", 1)
+    full = threading.Event()
+    full.set()
+    with serve(refuse=lambda: OSError("no space left") if full.is_set() else None) as agent:
+        for number in range(4):
+            assert agent.answer(f"question {number}", max_tokens=2)
+        assert agent.kept == []
+        assert agent.complaints
+        full.clear()
+    assert len(agent.kept) == 4
+    assert all(counts.tokens["decode"] for _, counts in agent.kept)
