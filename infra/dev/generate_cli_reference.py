@@ -25,13 +25,10 @@ Generated from `--help` by `make generate`. Every `spark X` is also `spark-agent
 """
 
 
-def paths(app: typer.Typer) -> list[list[str]]:
-    """All commands, groups before their members."""
-    found: list[list[str]] = [[], *([command.name or ""] for command in app.registered_commands if not command.hidden)]
-    for group in app.registered_groups:
-        if group.typer_instance is not None:
-            found += [[group.name or "", *path] for path in paths(group.typer_instance)]
-    return found
+def paths(command: object) -> list[list[str]]:
+    """A command and, if it is a group, all that it holds."""
+    members = getattr(command, "commands", {})
+    return [[], *([name, *path] for name, member in members.items() if not member.hidden for path in paths(member))]
 
 
 def rendered() -> str:
@@ -39,7 +36,7 @@ def rendered() -> str:
     runner = CliRunner()
     text = INTRODUCTION
     for name, app in (("spark-agent", spark_agent), ("spark-service", spark_service)):
-        for path in paths(app):
+        for path in paths(typer.main.get_command(app)):
             result = runner.invoke(app, [*path, "--help"], prog_name=name, terminal_width=100)
             if result.exit_code:
                 raise RuntimeError(f"{name} {' '.join(path)} --help ended with {result.exit_code}: {result.output}")

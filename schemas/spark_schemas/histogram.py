@@ -1,4 +1,7 @@
-"""Routing histograms: what an agent counts and, with consent, uploads."""
+"""Routing histograms: what an agent counts and, with consent, uploads.
+
+Lists stop at their first bad item (``fail_fast``): a hostile body must not become one error object per item.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from pydantic import Field
 
 from spark_schemas.base import Schema
 from spark_schemas.ids import Count, SessionHash, Split, WorkloadName
-from spark_schemas.model import ModelShape
+from spark_schemas.model import MAX_BLOCKS, MAX_EXPERTS, ModelShape
 
 __all__ = [
     "MAX_SESSIONS_PER_UPLOAD",
@@ -29,7 +32,7 @@ class LayerCounts(Schema):
     block: Annotated[int, Field(ge=0)]
     tokens: Count
     """Tokens this block routed; in prefill the last block may route fewer than the phase's tokens."""
-    counts: Annotated[tuple[Count, ...], Field(min_length=1)]
+    counts: Annotated[tuple[Count, ...], Field(min_length=1, max_length=MAX_EXPERTS, fail_fast=True)]
 
 
 class LayerReuse(Schema):
@@ -41,14 +44,14 @@ class LayerReuse(Schema):
     """
 
     block: Annotated[int, Field(ge=0)]
-    distances: Annotated[tuple[Count, ...], Field(min_length=2)]
+    distances: Annotated[tuple[Count, ...], Field(min_length=2, max_length=MAX_EXPERTS + 1, fail_fast=True)]
 
 
 class PhaseHistogram(Schema):
     """All blocks with experts, in one phase."""
 
     tokens: Count
-    layers: Annotated[tuple[LayerCounts, ...], Field(min_length=1)]
+    layers: Annotated[tuple[LayerCounts, ...], Field(min_length=1, max_length=MAX_BLOCKS, fail_fast=True)]
 
 
 class SessionHistogram(Schema):
@@ -59,7 +62,7 @@ class SessionHistogram(Schema):
     workload: WorkloadName
     prefill: PhaseHistogram | None = None
     decode: PhaseHistogram | None = None
-    reuse: tuple[LayerReuse, ...] | None = None
+    reuse: Annotated[tuple[LayerReuse, ...], Field(max_length=MAX_BLOCKS, fail_fast=True)] | None = None
     """Decode only; present exactly when ``decode`` is."""
 
     @property
@@ -81,4 +84,6 @@ class HistogramUpload(Schema):
     schema_version: Literal[1] = 1
     agent_version: Annotated[str, Field(min_length=1, max_length=64)]
     model: ModelShape
-    sessions: Annotated[tuple[SessionHistogram, ...], Field(min_length=1, max_length=MAX_SESSIONS_PER_UPLOAD)]
+    sessions: Annotated[
+        tuple[SessionHistogram, ...], Field(min_length=1, max_length=MAX_SESSIONS_PER_UPLOAD, fail_fast=True)
+    ]

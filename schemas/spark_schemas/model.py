@@ -9,14 +9,18 @@ from pydantic import Field, model_validator
 from spark_schemas.base import Schema
 from spark_schemas.ids import Count, Fingerprint, SiblingId
 
-__all__ = ["ExpertLayer", "ModelShape"]
+__all__ = ["MAX_BLOCKS", "MAX_EXPERTS", "ExpertLayer", "ModelShape"]
+
+MAX_BLOCKS = 4096
+MAX_EXPERTS = 65536
+"""Bounds far above any model, so that a hostile shape cannot ask for unbounded work."""
 
 
 class ExpertLayer(Schema):
     """One block with routed experts. Blocks without experts are absent."""
 
-    block: Annotated[int, Field(ge=0, lt=65536)]
-    n_experts: Annotated[int, Field(ge=1, le=65536)]
+    block: Annotated[int, Field(ge=0, lt=MAX_BLOCKS)]
+    n_experts: Annotated[int, Field(ge=1, le=MAX_EXPERTS)]
     top_k: Annotated[int, Field(ge=1)]
     n_shared: Annotated[int, Field(ge=0)] = 0
     fused_gate_up: bool = False
@@ -47,14 +51,14 @@ class ModelShape(Schema):
     sibling: SiblingId
     architecture: Annotated[str, Field(min_length=1, max_length=64)]
     name: Annotated[str, Field(max_length=200)] | None = None
-    n_blocks: Annotated[int, Field(ge=1)]
+    n_blocks: Annotated[int, Field(ge=1, le=MAX_BLOCKS)]
     context_length: Annotated[int, Field(ge=1)]
     """Longest context the model was trained for, tokens."""
     core_bytes: Count
     """All tensors that are not routed experts."""
     kv_bytes_per_token: Count
     """Upper bound for a 16-bit KV cache; sliding windows and shared heads may need less."""
-    layers: Annotated[tuple[ExpertLayer, ...], Field(min_length=1)]
+    layers: Annotated[tuple[ExpertLayer, ...], Field(min_length=1, max_length=MAX_BLOCKS, fail_fast=True)]
 
     @model_validator(mode="after")
     def _layers_ordered(self) -> Self:

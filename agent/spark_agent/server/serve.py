@@ -16,7 +16,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from spark_agent.context import AgentContext
-from spark_agent.errors import RefusedError, SparkError
+from spark_agent.errors import RefusedError, SparkError, UsageError
 from spark_agent.identity import session_hash
 from spark_agent.server.app import create_app
 from spark_agent.server.sessions import LiveSessions
@@ -43,7 +43,7 @@ def bind(host: str, port: int) -> Iterator[socket.socket]:
     try:
         address = ipaddress.ip_address(name)
     except ValueError as error:
-        raise SparkError(f"--host: found {host!r}, expected an IP address or localhost", exit_code=2) from error
+        raise UsageError(f"--host: found {host!r}, expected an IP address or localhost", "e.g. 127.0.0.1") from error
     if not address.is_loopback:
         raise RefusedError(
             f"refusing to listen on {host}: anyone who reaches it could use this model and read its answers",

@@ -113,9 +113,9 @@ def test_token_limits(agent, name):
 
 
 def test_an_answer_ends_with_the_context(serve):
-    with serve(n_ctx=64) as agent:
+    with serve(n_ctx=256) as agent:
         body = agent.chat(FOREVER, max_tokens=10_000).json()
-        assert body["usage"]["total_tokens"] == 64
+        assert body["usage"]["total_tokens"] == 256
         assert body["choices"][0]["finish_reason"] == "length"
 
 

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+BROKEN = ("missing", "folder", "not_gguf", "truncated", "dense")
+
+
+def checks_of(result) -> dict[str, dict[str, str]]:
+    (line,) = result.out.splitlines()
+    checks = json.loads(line)["checks"]
+    assert all(list(check) == ["name", "status", "value", "reason", "fix"] for check in checks)
+    assert {check["status"] for check in checks} <= {"ok", "warn", "fail"}
+    return {check["name"]: check for check in checks}
+
+
+@pytest.fixture(autouse=True)
+def no_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Port 9 (discard) is never served; a developer's own service must not be asked.
+    monkeypatch.setenv("SPARKMOE_SERVICE_URL", "http://127.0.0.1:9")
+
+
+def test_a_machine_without_a_service_is_well(agent_cli):
+    result = agent_cli("doctor", "--json")
+    assert result.code == 0
+    checks = checks_of(result)
+    assert list(checks) == ["spark", "llama-cpp-python", "model", "spool", "service", "consent"]
+    assert "mf1-" in checks["model"]["value"]
+    assert checks["service"]["status"] == "warn"
+    assert "spark-service run" in checks["service"]["fix"]
+    assert (checks["consent"]["status"], checks["consent"]["value"]) == ("warn", "never asked")
+    assert agent_cli("doctor").out.count("\nok") >= 2
+
+
+def test_a_service_that_answers(agent_cli, service, make_reply, monkeypatch):
+    monkeypatch.setenv("SPARKMOE_SERVICE_URL", service.url)
+    service.answers["/api/v1/profiles"] = make_reply(body=b'{"profiles": []}')
+    assert agent_cli("upload", "consent", "--yes").code == 0
+    checks = checks_of(agent_cli("doctor", "--json"))
+    assert (checks["service"]["status"], checks["consent"]["status"]) == ("ok", "ok")
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_model_fails(agent_cli, broken_model, fault):
+    result = agent_cli("doctor", broken_model(fault), "--json")
+    assert result.code == 1
+    assert "Traceback" not in result.err
+    check = checks_of(result)["model"]
+    assert check["status"] == "fail"
+    assert check["reason"]
+    assert check["fix"]
+
+
+def test_a_damaged_spool_fails(agent_cli, tmp_path):
+    from spark_agent.paths import spool_path
+
+    spool_path().parent.mkdir(parents=True)
+    spool_path().write_bytes(b"not a database" * 1000)
+    result = agent_cli("doctor", "--json")
+    assert result.code == 1
+    assert checks_of(result)["spool"]["status"] == "fail"
+    assert spool_path().read_bytes() == b"not a database" * 1000
+
+
+def test_a_bad_config_file_is_an_error(agent_cli):
+    from spark_agent.paths import config_path
+
+    config_path().parent.mkdir(parents=True)
+    config_path().write_text("upload = 5\n")
+    agent_cli("doctor", "--json").failed(1, "config.toml")

@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spark_agent.demo import demo_session_hash, demo_sessions
+from spark_agent.paths import local_key_path, spool_path
+from spark_agent.spool import Spool
+from spark_agent.traces import load_traces
+from spark_runtime.model_shape import read_model_shape
+from spark_runtime.models import demo_model_path
+from spark_schemas.histogram import SessionHistogram
+from spark_schemas.invariants import check_session
+
+CHAT = "_**User**_\n\nWhat is a hash table, {n}?\n\n---\n\n_**Agent**_\n\nA table of buckets.\n\n---\n"
+TEXT = "def mean(values):\n    return sum(values) / len(values)\n"
+KEYS = ["sessions", "tokens_prefill", "tokens_decode", "known", "skipped", "workloads"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two conversations, a text, a copy of it, and two files that are of no use."""
+    path = tmp_path / "sessions"
+    path.mkdir()
+    for number in range(2):
+        (path / f"chat{number}.md").write_text(CHAT.format(n=number))
+    (path / "code.txt").write_text(TEXT)
+    (path / "copy.txt").write_text(TEXT)
+    (path / "image.png").write_bytes(b"\x89PNG\0\0")
+    (path / "empty.txt").write_text("")
+    return path
+
+
+@pytest.fixture
+def record(agent_cli):
+    return lambda path, *more: agent_cli("record", "--sessions", path, "--workload", "chat", "--threads", 1, *more)
+
+
+def histograms() -> list[SessionHistogram]:
+    with Spool.open(spool_path()) as spool:
+        bodies = spool.bodies([row.id for row in spool.pending()])
+    return [SessionHistogram.model_validate_json(body) for body in bodies or []]
+
+
+def test_a_folder_of_all_kinds(record, folder):
+    report = record(folder, "--json").json
+    assert list(report) == KEYS
+    assert (report["sessions"], report["known"], report["workloads"]) == (4, 1, {"chat": 4})
+    assert {Path(entry["source"]).name for entry in report["skipped"]} == {"image.png", "empty.txt"}
+    assert all(entry["reason"] for entry in report["skipped"])
+    found = histograms()
+    assert len(found) == 3
+    shape = read_model_shape(demo_model_path())
+    for histogram in found:
+        check_session(histogram, shape)
+    copied = report["tokens_prefill"] + report["tokens_decode"] - sum(histogram.tokens for histogram in found)
+    assert copied in {histogram.tokens for histogram in found}
+
+
+def test_people_read_about_what_was_skipped(record, folder):
+    result = record(folder)
+    assert result.code == 0
+    assert "recorded 4 sessions (4 chat)" in result.out
+    assert result.err.count("warning: skipped") == 2
+
+
+def test_recording_again_adds_nothing(record, folder, kept):
+    record(folder)
+    before = len(kept())
+    assert record(folder, "--json").json["known"] == 4
+    assert len(kept()) == before
+
+
+def test_a_trace_is_private_whole_and_true(record, folder, tmp_path):
+    trace = tmp_path / "new" / "trace.npz"
+    report = record(folder, "--trace", trace, "--json").json
+    assert stat.S_IMODE(trace.stat().st_mode) == 0o600
+    assert [path.name for path in trace.parent.iterdir()] == ["trace.npz"]
+    traces = load_traces(trace)
+    assert traces.fingerprint == read_model_shape(demo_model_path()).fingerprint
+    assert len(traces.sessions) == report["sessions"]
+    assert sum(len(session.ids[0]) for session in traces.sessions) == report["tokens_decode"]
+    decode = {histogram.session_hash: histogram.decode for histogram in histograms()}
+    for session in traces.sessions:
+        for ids, layer in zip(session.ids, decode[session.session_hash].layers, strict=True):
+            assert [int((ids == expert).sum()) for expert in range(64)] == list(layer.counts)
+
+
+def test_no_more_tokens_than_wanted(record, tmp_path):
+    (tmp_path / "long.txt").write_text(TEXT * 50)
+    report = record(tmp_path / "long.txt", "--max-tokens", 100, "--json").json
+    assert report["tokens_prefill"] + report["tokens_decode"] == 100
+
+
+def test_a_conversation_longer_than_the_context_goes_on(record, tmp_path):
+    (tmp_path / "long.txt").write_text(TEXT * 100)
+    report = record(tmp_path / "long.txt", "--ctx", 256, "--json").json
+    assert report["tokens_prefill"] + report["tokens_decode"] > 3 * 256
+    (histogram,) = histograms()
+    check_session(histogram, read_model_shape(demo_model_path()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--sessions", ".", "--workload", "No Good"], "--workload"),
+        (["--sessions", ".", "--workload", "a" * 64], "--workload"),
+        (["--sessions", "."], "nothing to record"),
+        (["--workload", "chat"], "nothing to record"),
+        (["--demo", "--workload", "chat"], "--demo"),
+        (["--sessions", ".", "--workload", "chat", "--max-tokens", "-1"], "--max-tokens"),
+        (["--sessions", ".", "--workload", "chat", "--bogus"], "--bogus"),
+    ],
+)
+def test_wrong_command_lines(agent_cli, arguments, word):
+    agent_cli("record", *arguments).failed(2, word)
+    assert not spool_path().exists()
+
+
+def test_nothing_there(record, tmp_path):
+    record(tmp_path / "absent").failed(1, "no such file or folder")
+    assert not spool_path().exists()
+    (tmp_path / "bare").mkdir()
+    record(tmp_path / "bare").failed(1, "no session could be recorded")
+
+
+@pytest.mark.parametrize("fault", ["missing", "folder", "not_gguf", "truncated", "dense", "unknown_architecture"])
+def test_a_file_that_is_no_usable_model(record, folder, broken_model, fault):
+    record(folder, broken_model(fault)).failed(1, fault)
+    assert not spool_path().exists()
+    assert not local_key_path().exists()
+
+
+def test_a_context_longer_than_trained(record, folder):
+    record(folder, "--ctx", 4096).failed(1, "--ctx 1024")
+
+
+@pytest.mark.parametrize("name", ["sessions", "sessions/code.txt/trace.npz"])
+def test_a_trace_that_cannot_be_written_is_known_before_the_work(record, folder, tmp_path, name):
+    record(folder, "--trace", tmp_path / name).failed(1, "cannot write the trace")
+    assert not spool_path().exists()
+
+
+def test_demo_sessions_keep_their_own_key(agent_cli):
+    report = agent_cli("record", "--demo", "--max-tokens", 3, "--threads", 1, "--json").json
+    expected = {demo_session_hash(item) for items in demo_sessions().values() for item in items}
+    found = histograms()
+    assert {histogram.session_hash for histogram in found} <= expected
+    assert report["sessions"] == len(expected)
+    for workload in report["workloads"]:
+        assert {item.split for item in found if item.workload == workload} == {"calibration", "held_out"}
+
+
+COMMAND = [sys.executable, "-c", "from spark_agent.cli import main; main()", "record", "--threads", "1", "--json"]
+
+
+def test_a_full_disk_keeps_what_was_recorded(tmp_path, kept):
+    path = tmp_path / "sessions"
+    path.mkdir()
+    for number in range(60):
+        (path / f"{number:02}.txt").write_text(f"text {number}\n" + TEXT)
+    trace = tmp_path / "trace.npz"
+    room = 400_000
+
+    def limit() -> None:
+        # Python ignores SIGXFSZ, so a write beyond it fails like one on a full disk.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+
+    done = subprocess.run(
+        [*COMMAND, "--sessions", path, "--workload", "chat", "--trace", trace],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        preexec_fn=limit,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "error: no room to write the spool" in done.stderr
+    assert "hint: " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert 0 < len(kept()) < 60
+    assert [entry.name for entry in tmp_path.iterdir() if "trace" in entry.name] == []
+    # With room again, the rest is added.
+    again = subprocess.run(
+        [*COMMAND, "--sessions", path, "--workload", "chat"], capture_output=True, timeout=60, check=True
+    )
+    assert json.loads(again.stdout)["sessions"] == 60
+    assert len(kept()) == 60
+
+
+def test_ctrl_c_keeps_what_was_recorded(tmp_path, kept, monkeypatch):
+    path = tmp_path / "sessions"
+    path.mkdir()
+    (path / "0.txt").write_text(TEXT)
+    # The second text never ends: a pipe nobody writes to would block the reading, so it is merely long.
+    (path / "1.txt").write_text(TEXT * 20_000)
+    process = subprocess.Popen(
+        [*COMMAND, "--sessions", path, "--workload", "chat"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    with process:
+        try:
+            deadline = 30.0
+            while not kept() and deadline > 0:
+                deadline -= 0.05
+                with pytest.raises(subprocess.TimeoutExpired):
+                    process.wait(0.05)
+            os.kill(process.pid, signal.SIGINT)
+            out, err = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert process.returncode == 130, err
+    assert out == ""
+    assert err.splitlines()[-2:] == ["1 sessions are kept in the spool", "interrupted"]
+    assert "Exception ignored" not in err
+    assert len(kept()) == 1

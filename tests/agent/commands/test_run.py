@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from spark_agent.config import Config, Consent, save_config
+from spark_agent.identity import session_hash
+from spark_agent.manifests import ManifestStore, PullKey
+from spark_agent.paths import config_path, local_key_path, manifests_dir, spool_path, state_dir
+from spark_agent.server.requests import ChatMessage
+from spark_agent.server.serve import bind
+from spark_agent.server.sessions import lineage_of
+from spark_runtime.model_shape import read_model_shape
+from spark_runtime.models import demo_model_path
+
+KEY = b"k" * 16
+
+
+@contextlib.contextmanager
+def running(*arguments: object) -> Iterator[tuple[subprocess.Popen, dict]]:
+    """Start the agent as a person would, give its start-up object, and end it."""
+    command = [sys.executable, "-c", "from spark_agent.cli import main; main()", "run", "-p", "0", "--json"]
+    # Without this variable Python holds back what it writes to a pipe.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(
+        [*command, "--threads", "1", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**environment, "SPARKMOE_TEAM_KEY": KEY.hex()},
+    ) as process:
+        try:
+            assert process.stdout is not None
+            ready, _, _ = select.select([process.stdout], [], [], 60)
+            line = process.stdout.readline() if ready else ""
+            assert line, process.stderr and process.stderr.read()
+            yield process, json.loads(line)
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def manifest(make_manifest):
+    return make_manifest(read_model_shape(demo_model_path()))
+
+
+def test_the_start_up_object_and_a_manifest(manifest, tmp_path):
+    path = tmp_path / "manifest.json"
+    path.write_text(manifest.model_dump_json())
+    with running("--manifest", path) as (process, start):
+        assert list(start) == ["base_url", "model", "fingerprint", "n_ctx", "tiers", "manifest", "upload"]
+        assert start["fingerprint"] == manifest.fingerprint
+        assert start["tiers"]["expert_bytes"] > 0
+        assert start["manifest"]["workload"] == "chat"
+        assert start["manifest"]["slots"] == sum(layer.slots for layer in manifest.layers)
+        assert start["upload"] == {"allowed": False, "pending": 0, "service_url": "http://127.0.0.1:8710"}
+        health = httpx.get(f"{start['base_url']}/health", trust_env=False).json()
+        assert (health["status"], health["fingerprint"]) == ("ok", manifest.fingerprint)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_and_keeps_the_counts(number, kept):
+    text = f"How are you on {number.name}?"
+    with running("--workload", "review") as (process, start):
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": 4}
+        reply = httpx.post(f"{start['base_url']}/v1/chat/completions", json=body, timeout=30, trust_env=False)
+        assert reply.status_code == 200
+        process.send_signal(number)
+        out, err = process.communicate(timeout=20)
+    assert (process.returncode, out) == (0, "")
+    assert err.splitlines() == ["no model named: using the bundled demo model"]
+    (row,) = kept()
+    assert row.workload == "review"
+    assert row.tokens >= reply.json()["usage"]["prompt_tokens"]
+    assert row.session_hash == session_hash(KEY, lineage_of([ChatMessage(role="user", content=text)]))
+
+
+def test_a_signal_ends_it_in_the_middle_of_an_answer(kept, monkeypatch):
+    with running() as (process, start):
+        body = {"messages": [{"role": "user", "content": "How are you today?"}], "stream": True, "temperature": 0}
+        url = f"{start['base_url']}/v1/chat/completions"
+        with httpx.stream("POST", url, json=body, timeout=30, trust_env=False) as reply:
+            chunks = reply.iter_raw()
+            assert next(chunks)
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(httpx.TransportError):
+                for _ in chunks:
+                    pass
+        assert process.wait(30) == 0
+    assert len(kept()) == 1
+
+
+@pytest.mark.parametrize("fault", ["missing", "folder", "not_gguf", "truncated", "dense", "unknown_architecture"])
+def test_a_file_that_is_no_usable_model(agent_cli, broken_model, fault):
+    agent_cli("run", broken_model(fault), "-p", 0).failed(1, fault)
+    if fault != "unknown_architecture":  # only llama.cpp knows that one, when it loads the file
+        assert not state_dir().exists()
+
+
+def test_a_port_in_use(agent_cli):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        agent_cli("run", "-p", port).failed(1, f"port {port}", "-p 0")
+    assert not state_dir().exists()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "8.8.8.8"])
+def test_only_loopback_is_listened_on(agent_cli, host):
+    agent_cli("run", "--host", host, "-p", 0).failed(3, host, "ssh -L")
+    assert not state_dir().exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--host", "example.com"], "--host"),
+        (["--port", "99999"], "--port"),
+        (["--bogus"], "--bogus"),
+        (["--workload", "Not Good"], "--workload"),
+        (["a.gguf", "b.gguf"], "b.gguf"),
+    ],
+)
+def test_wrong_command_lines(agent_cli, arguments, word):
+    agent_cli("run", *arguments).failed(2, word)
+    assert not state_dir().exists()
+
+
+def test_a_context_longer_than_trained(agent_cli):
+    agent_cli("run", "-p", 0, "--ctx", 4096).failed(1, "4096", "--ctx 1024")
+
+
+def test_a_manifest_of_another_model(agent_cli, manifest, tmp_path):
+    path = tmp_path / "manifest.json"
+    other = "mf1-" + "0" * 32
+    for changes, word in (
+        ({"fingerprint": other, "sibling": "ms1-" + "0" * 32}, "another model"),
+        ({"fingerprint": other}, "another quantisation"),
+        ({"layers": manifest.layers[::-1]}, "layer"),
+    ):
+        path.write_text(manifest.model_copy(update=changes).model_dump_json())
+        agent_cli("run", "-p", 0, "--manifest", path).failed(3, word)
+    assert not state_dir().exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"{}", b"\xff", b'{"schema_version": 2}'])
+def test_a_manifest_that_is_none(agent_cli, tmp_path, content):
+    path = tmp_path / "manifest.json"
+    path.write_bytes(content)
+    agent_cli("run", "-p", 0, "--manifest", path).failed(1, "manifest.json", "pull-profile")
+    assert not state_dir().exists()
+
+
+def test_manifests_that_are_not_there(agent_cli, tmp_path):
+    agent_cli("run", "-p", 0, "--manifest", tmp_path / "absent.json").failed(1, "absent.json")
+    agent_cli("run", "-p", 0, "--manifest", "review").failed(1, "'review'", "spark pull-profile review")
+    agent_cli("run", "-p", 0, "--manifest", "Not A Name").failed(2, "--manifest")
+
+
+def test_a_pulled_manifest_is_found_by_name(agent_cli, manifest, monkeypatch, tmp_path):
+    ManifestStore(manifests_dir()).put(manifest, PullKey("http://x", 1, 1, 0), None)
+    # A folder that happens to have the profile's name is not a manifest.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chat").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        # It gets past the manifest, to the port.
+        agent_cli("run", "-p", taken.getsockname()[1], "--manifest", "chat").failed(1, "cannot listen")
+
+
+@pytest.mark.parametrize(
+    ("variable", "service_url", "paused", "allowed"),
+    [
+        (None, "http://127.0.0.1:8710", False, True),
+        (None, "http://127.0.0.1:8710", True, False),
+        (None, "http://team:8710", False, False),
+        ("DO_NOT_TRACK", "http://127.0.0.1:8710", False, False),
+        ("SPARKMOE_OFFLINE", "http://127.0.0.1:8710", False, False),
+    ],
+)
+def test_it_says_whether_uploads_are_allowed(monkeypatch, variable, service_url, paused, allowed):
+    from spark_agent.commands.run import _may_upload
+    from spark_agent.context import AgentContext
+
+    consent = Consent(True, dt.datetime(2026, 11, 29, tzinfo=dt.UTC), service_url)
+    save_config(config_path(), Config(consent=consent, paused=paused))
+    if variable:
+        monkeypatch.setenv(variable, "1")
+    assert _may_upload(AgentContext.create()) is allowed
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.2"])
+def test_any_loopback_address_is_taken(host):
+    with bind(host, 0) as listener:
+        address = listener.getsockname()
+        assert address[1] > 0
+        with socket.create_connection(address, timeout=5):
+            pass
+    with pytest.raises(OSError, match="refused"), socket.create_connection(address, timeout=5):
+        pass
+
+
+def test_a_session_key_that_is_open_to_others_is_known_before_loading(agent_cli):
+    local_key_path().parent.mkdir(parents=True)
+    local_key_path().write_text("ab" * 32)
+    local_key_path().chmod(0o644)
+    agent_cli("run", "-p", 0).failed(1, "session.key", "chmod 600")
+    assert spool_path().exists()
