@@ -46,7 +46,7 @@ def test_upload_profile_manifest(client: TestClient, post: Post, make: Any) -> N
     assert answer.status_code == 202
     assert UploadReceipt.model_validate_json(answer.content) == UploadReceipt(accepted=8, duplicates=0)
     listed = ProfileList.model_validate_json(client.get("/api/v1/profiles").content).profiles
-    assert [(found.workload, found.verdict) for found in listed] == [("code", "pin")]
+    assert [(found.workload, found.verdict) for found in listed] == [("code", "profile")]
     profile = Profile.model_validate_json(client.get(f"/api/v1/profiles/{shape.fingerprint}/code").content)
     assert profile.revision == listed[0].revision
     path = MANIFEST.format(fingerprint=shape.fingerprint, workload="code")

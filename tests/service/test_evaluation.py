@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from spark_runtime.placement import LayerSizes, frequencies, residency_budget, uniform_slots
+from spark_runtime.recency import RecencyOrder
 from spark_schemas.profile import CurvePoint
 from spark_service.evaluation import RESIDENCIES, Evaluation, evaluate, uniform_slots_for
 from spark_service.sessions import Session, merge_parts, split_sessions
@@ -93,20 +94,36 @@ def test_too_few_sessions_support_no_verdict(make: Any, calibration: int, held_o
     assert (evaluation.verdict, evaluation.verdict_reason) == (None, reason)
 
 
-def test_pin_where_traffic_is_skewed_and_independent(make: Any) -> None:
+def test_profile_where_traffic_is_skewed_and_independent(make: Any) -> None:
     """Independent draws are the best case of a static placement: recency says nothing that frequency does not."""
     evaluation = evaluated(make, skew=2.0)
-    assert evaluation.verdict == "pin"
-    own, lru = curve(evaluation, "own")[0.6], curve(evaluation, "lru")[0.6]
+    assert evaluation.verdict == "profile"
+    own = curve(evaluation, "own")[0.6]
     assert f"misses {own.cold_hit_rate:.1%}" in evaluation.verdict_reason
-    assert f"misses {lru.cold_hit_rate:.1%}" in evaluation.verdict_reason
     assert "on 4 held-out sessions" in evaluation.verdict_reason
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_filled_cache_is_never_better_than_counted_at_its_best(seed: int) -> None:
+    from spark_runtime.simulate import lru_cold_hits
+    from spark_service.evaluation import _filled_cache_at_best, _lru_rate
+
+    rng = np.random.default_rng(seed)
+    n_experts, top_k, slots = 16, 2, 7
+    ids = np.array([rng.permutation(n_experts)[:top_k] for _ in range(30)])
+    distances = RecencyOrder(n_experts).observe(ids)
+    session = Session(
+        "a" * 64,
+        30,
+        (np.bincount(ids.ravel(), minlength=n_experts),),
+        (np.bincount(distances.ravel(), minlength=n_experts + 1),),
+    )
+    [filled] = lru_cold_hits(ids, n_experts, [slots], np.arange(n_experts))
+    assert _filled_cache_at_best([session], [slots])[0] <= filled / ids.size <= _lru_rate(session, [slots])
 
 
 def walking(seed: int) -> Session:
     """Each session stays with a random third of the experts: frequency says nothing across sessions, recency all."""
-    from spark_runtime.recency import RecencyOrder
-
     rng = np.random.default_rng(seed)
     counts, reuse = [], []
     for layer in SIZES:
@@ -123,7 +140,7 @@ def test_cache_only_where_sessions_have_nothing_in_common(make: Any) -> None:
     own = frequencies([s.counts for s in calibration], [s.tokens for s in calibration])
     evaluation = evaluate(SIZES, "code", own, {}, held_out, 8)
     assert evaluation.verdict == "cache_only"
-    assert "needs live counts from agents" in evaluation.verdict_reason
+    assert "depends on order" in evaluation.verdict_reason
 
 
 def test_no_gain_where_everything_fits_anyway(make: Any) -> None:
