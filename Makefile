@@ -8,7 +8,6 @@ RUN := "$(VENV)/bin/python"
 ARGS ?=
 PYTEST_ARGS ?=
 
-MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check format generate lock clean
 

@@ -125,12 +125,14 @@ def test_a_problem_is_passed_on_in_the_services_words(service, client, make_prob
     [
         ("7", 7, 7),
         ("9" * 400, 10**8, 10**12),
-        (format_datetime(dt.datetime.now(dt.UTC) + dt.timedelta(hours=1), usegmt=True), 3500, 3600),
+        ("in an hour", 3500, 3600),
         ("Sun, 06 Nov 1994 08:49:37 GMT", 0, 0),
         ("Sun, 06 Nov 1994 08:49:37 -0000", 0, 0),
     ],
 )
 def test_retry_after_in_both_forms(service, client, make_problem, value, low, high):
+    if value == "in an hour":
+        value = format_datetime(dt.datetime.now(dt.UTC) + dt.timedelta(hours=1), usegmt=True)
     service.script = [make_problem(503, "Busy", {"Retry-After": value})]
     with pytest.raises(ServiceRefusedError) as caught:
         client.profiles()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -58,6 +59,8 @@ class Row:
 def main() -> None:
     """Run the demo; exit code 1 with the reason if any step fails."""
     output = Output()
+    # So that a stopped demo also stops the service and the agent that it started.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with tempfile.TemporaryDirectory(prefix="spark-demo-") as home:
             _run(Sandbox(Path(home), DEMO_KEY), output)

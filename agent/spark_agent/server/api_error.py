@@ -7,6 +7,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
+from spark_agent.server.worker import AbandonedError
 from spark_runtime.errors import ContextFullError, SparkRuntimeError
 
 __all__ = ["ApiError"]
@@ -35,6 +36,8 @@ class ApiError(Exception):
         """What a client is told of a failure; nothing of a bug but that it was one."""
         if isinstance(error, ContextFullError):
             return cls(400, _sentence(error), "context_length_exceeded", param="messages")
+        if isinstance(error, AbandonedError):
+            return cls(503, "the agent is shutting down", "shutting_down")
         if isinstance(error, SparkRuntimeError):
             return cls(500, _sentence(error), "engine")
         return cls(500, "an error inside the agent; see its log", "internal")

@@ -24,7 +24,7 @@ from spark_agent.server.api_error import ApiError
 from spark_agent.server.local_only import LocalOnly
 from spark_agent.server.requests import ChatRequest, first_fault
 from spark_agent.server.sessions import lineage_of
-from spark_agent.server.worker import BusyError, Finished, Generation, Piece, Worker
+from spark_agent.server.worker import AbandonedError, BusyError, Finished, Generation, Piece, Worker
 from spark_runtime.chat import ChatFormat
 from spark_runtime.errors import ChatTemplateError, SparkRuntimeError
 
@@ -32,6 +32,7 @@ __all__ = ["create_app"]
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
 _CLIENT_CLOSED_REQUEST = 499  # nginx's code for a client that left; nobody reads it
+_EXPECTED = (SparkRuntimeError, AbandonedError)
 _T = TypeVar("_T")
 
 
@@ -76,7 +77,7 @@ class _ChatApi:
                 return JSONResponse(await _unless_gone(request, answer.whole(results)))
             # The first event decides between an error status and a stream.
             first = await _unless_gone(request, anext(results))
-        except SparkRuntimeError as error:
+        except _EXPECTED as error:
             raise ApiError.of(error) from error
         except BaseException:
             # Whatever ends the waiting, most of all a client that left, ends the computing.
@@ -129,7 +130,7 @@ class _Answer:
         except Exception as error:
             # The status is sent; the error can only be the stream's last event.
             yield _sse(ApiError.of(error).body())
-            if not isinstance(error, SparkRuntimeError):
+            if not isinstance(error, _EXPECTED):
                 raise  # the log gets the traceback
 
     def _chunk(self, delta: dict[str, str], finish_reason: str | None = None) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ipaddress
 import signal
@@ -30,6 +31,9 @@ __all__ = ["bind", "serve"]
 
 _BACKLOG = 128
 _GRACE_S = 5
+"""How long running requests may go on after a signal, before they are answered with an error."""
+_CUT_OFF_S = 30
+"""When connections are closed even if the engine is still in the middle of a step."""
 
 
 @contextmanager
@@ -105,14 +109,25 @@ def serve(
         health={"model": Path(start["model"]).name, "fingerprint": engine.shape.fingerprint},
         lifespan=lifespan,
     )
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_GRACE_S, server_header=False)
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_CUT_OFF_S, server_header=False)
     with _signals_end_quietly():
         try:
-            uvicorn.Server(config).run(sockets=[listener])
+            _Server(config, worker).run(sockets=[listener])
         finally:
             worker.stop()
             if len(sessions):
                 context.output.warning(f"{len(sessions)} sessions' counts were lost: see the warnings above")
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, worker: Worker) -> None:
+        super().__init__(config)
+        self._worker = worker
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.get_running_loop().call_later(_GRACE_S, self._worker.give_up)
+        await super().shutdown(sockets)
+        ending.cancel()
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from spark_runtime.engine import Engine
 from spark_runtime.errors import ContextFullError
 from spark_runtime.sampling import Sampling
 
-__all__ = ["BusyError", "Finished", "Generation", "Piece", "Worker"]
+__all__ = ["AbandonedError", "BusyError", "Finished", "Generation", "Piece", "Worker"]
 
 MAX_WAITING = 64
 _HOUSEKEEPING_S = 30.0
@@ -29,8 +29,8 @@ class BusyError(Exception):
     """The line is full."""
 
 
-class _AbandonedError(Exception):
-    """Nobody waits for the answer any more."""
+class AbandonedError(Exception):
+    """The generation was given up: its client has left, or the server is ending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +111,13 @@ class Worker:
             raise BusyError
         self._waiting.put(generation)
 
-    def stop(self) -> None:
-        """Cut generations short and keep every session's counts; returns when the thread has ended."""
+    def give_up(self) -> None:
+        """End the running generation and those in line with :class:`AbandonedError`."""
         self._stopping.set()
+
+    def stop(self) -> None:
+        """Give up what runs and keep every session's counts; returns when the thread has ended."""
+        self.give_up()
         self._waiting.put(None)
         if self._thread.ident is not None:
             self._thread.join()
@@ -190,7 +194,7 @@ class Worker:
 
     def _check_wanted(self, generation: Generation) -> None:
         if generation.cancelled.is_set() or self._stopping.is_set():
-            raise _AbandonedError
+            raise AbandonedError
 
 
 def _common(old: Sequence[int], new: Sequence[int]) -> int:

@@ -272,3 +272,18 @@ def test_a_full_spool_does_not_stop_the_server(serve, monkeypatch):
         full.clear()
     assert len(agent.kept) == 4
     assert all(counts.tokens["decode"] for _, counts in agent.kept)
+
+
+def test_an_ending_server_answers_what_it_gives_up(serve, until):
+    with serve() as agent, post(agent, FOREVER, stream=True) as running, ThreadPoolExecutor(1) as pool:
+        received = running.recv(15)
+        waiting = pool.submit(agent.chat, "in line")
+        until(lambda: agent.worker.waiting == 1)
+        agent.worker.give_up()
+        refused = waiting.result(20)
+        assert refused.status_code == 503
+        assert error_of(refused)["code"] == "shutting_down"
+        while b"shutting_down" not in received:
+            received += (more := running.recv(65536))
+            assert more, received
+    assert agent.kept

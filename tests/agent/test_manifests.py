@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import pytest
+
+from spark_agent.errors import SparkError
+from spark_agent.manifests import ManifestStore, PullKey, load_manifest, write_atomically
+from spark_schemas.manifest import LayerPlacement, PlacementManifest, TierBytes
+
+KEY = PullKey("http://team:8710", 1000, 64, 7)
+
+
+@pytest.fixture
+def manifest() -> PlacementManifest:
+    layer = LayerPlacement(block=0, n_experts=4, top_k=2, slots=4, expert_bytes=10, prior=(9, 3, 2, 1), total_share=1.1)
+    tiers = TierBytes(vram_core=1, vram_kv=1, vram_slots=40, vram_reserve=7, vram_total=49, host_experts=40, disk=0)
+    return PlacementManifest(
+        fingerprint="mf1-" + "a" * 32,
+        sibling="ms1-" + "b" * 32,
+        workload="chat",
+        phase="decode",
+        profile_revision="c" * 64,
+        vram_budget_bytes=1000,
+        n_ctx=64,
+        layers=(layer,),
+        bytes=tiers,
+        expected=None,
+        verdict=None,
+        verdict_reason="no held-out sessions",
+        n_calibration=1,
+        n_held_out=0,
+    )
+
+
+@pytest.fixture
+def store(tmp_path) -> ManifestStore:
+    return ManifestStore(tmp_path / "manifests")
+
+
+def test_the_latest_answer_is_kept(store, manifest):
+    assert store.get(manifest.fingerprint, "chat") is None
+    store.put(manifest, KEY, '"1"')
+    newer = manifest.model_copy(update={"n_calibration": 2})
+    path = store.put(newer, KEY, '"2"')
+    assert store.get(manifest.fingerprint, "chat") == newer
+    assert store.known(manifest.fingerprint, "chat", KEY) == (newer, '"2"')
+    assert [entry.name for entry in path.parent.iterdir()] == ["chat.json"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        PullKey("http://other:8710", 1000, 64, 7),
+        PullKey("http://team:8710", 1001, 64, 7),
+        PullKey("http://team:8710", 1000, 65, 7),
+        PullKey("http://team:8710", 1000, 64, 8),
+    ],
+)
+def test_an_etag_is_for_one_question(store, manifest, other):
+    store.put(manifest, KEY, '"1"')
+    assert store.known(manifest.fingerprint, "chat", other) is None
+
+
+@pytest.mark.parametrize("etag", [None, '"\xe9"', '"\n"', '"\x7f"'])
+def test_what_is_no_etag_is_not_kept(store, manifest, etag):
+    store.put(manifest, KEY, etag)
+    assert store.known(manifest.fingerprint, "chat", KEY) is None
+    assert store.get(manifest.fingerprint, "chat") == manifest
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"{}", b"[]", b'{"service_url": "x", "manifest": {}}'])
+def test_a_damaged_file_is_as_good_as_none(store, manifest, content):
+    path = store.put(manifest, KEY, '"1"')
+    path.write_bytes(content)
+    assert store.get(manifest.fingerprint, "chat") is None
+    assert store.known(manifest.fingerprint, "chat", KEY) is None
+    store.put(manifest, KEY, '"1"')
+    assert store.get(manifest.fingerprint, "chat") == manifest
+
+
+def test_a_folder_in_its_place_is_as_good_as_none(store, manifest):
+    path = store.path(manifest.fingerprint, "chat")
+    path.mkdir(parents=True)
+    assert store.get(manifest.fingerprint, "chat") is None
+    with pytest.raises(SparkError, match="cannot write"):
+        store.put(manifest, KEY, None)
+    assert [entry.name for entry in path.parent.iterdir()] == ["chat.json"]
+
+
+def test_both_files_load(store, manifest, tmp_path):
+    """What ``--output`` writes, and what the store keeps (``pull-profile`` prints its path)."""
+    written = tmp_path / "manifest.json"
+    write_atomically(written, manifest.model_dump_json(indent=1).encode())
+    assert load_manifest(written) == manifest
+    assert load_manifest(store.put(manifest, KEY, '"1"')) == manifest
+
+
+def test_the_wrong_field_is_named(tmp_path, manifest):
+    path = tmp_path / "manifest.json"
+    path.write_text(manifest.model_copy(update={"n_ctx": 0}).model_dump_json())
+    with pytest.raises(SparkError, match="n_ctx: Input should be greater") as caught:
+        load_manifest(path)
+    assert "pull-profile" in caught.value.hint
+    with pytest.raises(SparkError, match="cannot read"):
+        load_manifest(tmp_path)
+    with pytest.raises(SparkError, match="cannot read"):
+        load_manifest(tmp_path / "absent")
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    write_atomically(path, b"old")
+
+    def fail(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(SparkError, match="No space left"):
+        write_atomically(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert [entry.name for entry in tmp_path.iterdir() if entry.name != "xdg"] == ["file"]
