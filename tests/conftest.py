@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,10 @@ SCRUBBED_NAMES = ("DO_NOT_TRACK", "NO_COLOR", "HTTP_PROXY", "HTTPS_PROXY", "ALL_
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Scrub our variables and point every XDG folder at a temporary one."""
     for name in list(os.environ):
         if name.startswith(SCRUBBED_PREFIXES) or name in SCRUBBED_NAMES:
             monkeypatch.delenv(name)
     for kind in ("CONFIG", "CACHE", "STATE", "DATA"):
         monkeypatch.setenv(f"XDG_{kind}_HOME", str(tmp_path / "xdg" / kind.lower()))
-    yield

@@ -16,12 +16,10 @@ from spark_runtime.errors import ChatTemplateError
 from spark_runtime.session_counts import SessionCounts
 from spark_schemas.ids import Phase
 
-__all__ = ["DECODE_BATCH", "STEP", "Segment", "record", "segments_of"]
+__all__ = ["DECODE_BATCH", "Segment", "record", "segments_of"]
 
 DECODE_BATCH = 64
 """Known assistant tokens computed at once; bounds the logits to 64 rows, 39 MB for a vocabulary of 150,000."""
-STEP = 512
-"""Tokens between two looks at whether to go on: the engine's batch."""
 TEXT_PROMPT_SHARE = 0.25
 """Of a plain text, the share taken as prompt: the rest counts as if the model had written it."""
 
@@ -53,7 +51,7 @@ def record(
 ) -> SessionCounts:
     """Compute a session's segments in an empty context and return its counts.
 
-    ``before_step`` is called before every :data:`STEP` tokens or fewer; what it raises ends the recording.
+    ``before_step`` is called before every decode call; what it raises ends the recording.
     """
     session = SessionCounts(engine.shape, keep_trace=keep_trace)
     engine.reset()
@@ -61,11 +59,11 @@ def record(
         for segment in segments:
             left = segment.tokens
             while left:
-                before_step()
                 if engine.n_past == engine.n_ctx:
                     engine.reset()
-                room = min(engine.n_ctx - engine.n_past, STEP)
-                engine.feed(left[:room], segment.phase, batch=DECODE_BATCH if segment.phase == "decode" else None)
+                room = engine.n_ctx - engine.n_past
+                batch = DECODE_BATCH if segment.phase == "decode" else None
+                engine.feed(left[:room], segment.phase, batch=batch, before_step=before_step)
                 left = left[room:]
     return session
 

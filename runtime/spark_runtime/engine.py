@@ -7,7 +7,7 @@ token belongs to, and hands every successful decode call to the collector.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -141,11 +141,19 @@ class Engine:
         self._context.forget_all()
         self._tokens.clear()
 
-    def feed(self, tokens: Sequence[int], phase: Phase, *, batch: int | None = None) -> None:
+    def feed(
+        self,
+        tokens: Sequence[int],
+        phase: Phase,
+        *,
+        batch: int | None = None,
+        before_step: Callable[[], None] = lambda: None,
+    ) -> None:
         """Compute tokens that are already known, counted as ``phase``.
 
         In decode every token's experts are computed in every block, as if each had been generated alone; ``batch``
-        tokens go at once. Raises :class:`ContextFullError` before computing anything that does not fit.
+        tokens go at once. ``before_step`` is called before each of these steps; what it raises ends the call with the
+        steps so far computed and counted. Raises :class:`ContextFullError` before computing what does not fit.
         """
         if self.n_past + len(tokens) > self.n_ctx:
             raise ContextFullError(
@@ -154,6 +162,7 @@ class Engine:
             )
         step = min(batch or self._context.n_batch, self._context.n_batch)
         for start in range(0, len(tokens), step):
+            before_step()
             self._decode(tokens[start : start + step], phase)
 
     def _decode(self, tokens: Sequence[int], phase: Phase) -> None:
@@ -170,10 +179,10 @@ class Engine:
             raise
         self._tokens.extend(tokens)
 
-    def prompt(self, tokens: Sequence[int]) -> int:
+    def prompt(self, tokens: Sequence[int], *, before_step: Callable[[], None] = lambda: None) -> int:
         """Make the context hold exactly ``tokens``, computing only what differs; return how many were reused.
 
-        The last token is always computed, because its logits are needed.
+        The last token is always computed, because its logits are needed. ``before_step`` as in :meth:`feed`.
         """
         if not tokens:
             raise ContextFullError("an empty prompt", "send at least one token")
@@ -193,7 +202,7 @@ class Engine:
             else:
                 self.reset()
                 common = 0
-        self.feed(tokens[common:], "prefill")
+        self.feed(tokens[common:], "prefill", before_step=before_step)
         return common
 
     def generate(self, sampling: Sampling, max_tokens: int) -> Iterator[int]:

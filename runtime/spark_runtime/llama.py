@@ -53,7 +53,8 @@ class LlamaContext:
         self._open(path, n_ctx, n_batch, n_threads)
         self._vocab = self._llama.llama_model_get_vocab(self._model)
         self.n_vocab: int = self._llama.llama_vocab_n_tokens(self._vocab)
-        self.n_ctx: int = self._llama.llama_n_ctx(self._context)
+        # llama.cpp rounds up; what was asked for is what placement and memory were planned with.
+        self.n_ctx: int = min(n_ctx, self._llama.llama_n_ctx(self._context))
 
     def _load(self, path: Path, n_gpu_layers: int) -> None:
         params = self._llama.llama_model_default_params()

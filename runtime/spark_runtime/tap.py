@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spark_runtime.collector import Collector
-from spark_runtime.errors import RoutingReadError, SparkRuntimeError
+from spark_runtime.errors import RoutingReadError
 from spark_runtime.ggml import GgmlTensor, ggml_base, op_number
 
 __all__ = ["EvalTap"]
@@ -41,7 +41,7 @@ class EvalTap:
         self._n_bytes = ggml_base().ggml_nbytes
         # Weights keep their address for the model's life, so a name is parsed once: address -> block, -1 unwatched.
         self._blocks: dict[int, int] = {}
-        self._error: SparkRuntimeError | None = None
+        self._error: BaseException | None = None
 
     def check(self) -> None:
         """Raise what went wrong inside the callback since the last check."""
@@ -59,7 +59,8 @@ class EvalTap:
             if ask:
                 return block >= 0
             self._collector.observe(block, self._ids(tensor.src[2]))
-        except SparkRuntimeError as error:
+        except BaseException as error:
+            # Whatever it is, ctypes would print it and go on.
             self._error = error
             return False
         return True

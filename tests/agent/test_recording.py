@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from spark_agent.recording import STEP, Segment, record, segments_of
+from spark_agent.recording import Segment, record, segments_of
 from spark_agent.transcripts import Transcript, Turn
 from spark_runtime.chat import ChatFormat
 from spark_runtime.engine import Engine, EngineOptions
@@ -162,6 +162,6 @@ def test_a_recording_can_be_ended_between_steps(engine):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        record(engine, [Segment("prefill", [5] * 4 * STEP)], before_step=look)
+        record(engine, [Segment("prefill", [5] * 4 * 512)], before_step=look)
     assert len(looks) == 3
     record(engine, [Segment("decode", [5, 6, 7])])

@@ -21,6 +21,7 @@ from spark_agent.errors import RefusedError, SparkError, UsageError
 from spark_agent.identity import session_hash
 from spark_agent.server.app import create_app
 from spark_agent.server.sessions import LiveSessions
+from spark_agent.server.uploader import Uploader
 from spark_agent.server.worker import Worker, monotonic_clock
 from spark_agent.spool import Spool
 from spark_runtime.chat import ChatFormat
@@ -91,6 +92,7 @@ def serve(
 
     sessions = LiveSessions(engine.shape, close, monotonic_clock)
     worker = Worker(engine, sessions, complain)
+    uploader = Uploader(context, spool, AgentContext.create)
     host, port = listener.getsockname()[:2]
     base_url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     described = {"base_url": base_url, **start}
@@ -98,6 +100,7 @@ def serve(
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         worker.start()
+        uploader.start()
         context.output.result(described, describe(described))
         sys.stdout.flush()  # whoever started this process through a pipe waits for it
         yield
@@ -115,6 +118,7 @@ def serve(
             _Server(config, worker).run(sockets=[listener])
         finally:
             worker.stop()
+            uploader.stop()
             if len(sessions):
                 context.output.warning(f"{len(sessions)} sessions' counts were lost: see the warnings above")
 

@@ -7,7 +7,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -21,8 +21,6 @@ __all__ = ["AbandonedError", "BusyError", "Finished", "Generation", "Piece", "Wo
 
 MAX_WAITING = 64
 _HOUSEKEEPING_S = 30.0
-_PREFILL_STEP = 512
-"""Prompt tokens between two looks at whether anybody still waits: the engine's batch."""
 
 
 class BusyError(Exception):
@@ -93,8 +91,6 @@ class Worker:
         self._waiting: queue.Queue[Generation | None] = queue.Queue()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="spark-engine")
-        self._held: list[int] = []
-        """What the engine's context probably holds; only a guess is needed."""
 
     @property
     def waiting(self) -> int:
@@ -158,14 +154,14 @@ class Worker:
             )
         self._check_wanted(generation)
         stream = TextStream(generation.stops)
-        generated: list[int] = []
+        produced = 0
         reason: Literal["stop", "length"] = "length"
         room = engine.n_ctx - len(generation.tokens)
         limit = min(generation.max_tokens or room, room)
         with engine.counting(self._sessions.counts_of(generation.lineage)):
-            reused = self._prefill(generation)
+            reused = engine.prompt(generation.tokens, before_step=lambda: self._check_wanted(generation))
             for token in engine.generate(generation.sampling, limit):
-                generated.append(token)
+                produced += 1
                 ends = engine.is_end(token)
                 text = stream.push(b"" if ends else engine.piece(token))
                 if text:
@@ -174,32 +170,14 @@ class Worker:
                     reason = "stop"
                     break
                 self._check_wanted(generation)
-        self._held = [*generation.tokens, *generated][: engine.n_past]  # a last token is drawn and not computed
         rest = stream.push(b"", final=True)
         if rest:
             generation.emit(Piece(rest))
-        return Finished(reason, len(generation.tokens), reused, len(generated))
-
-    def _prefill(self, generation: Generation) -> int:
-        """Compute the prompt in the engine's own batches and return how many tokens were still there."""
-        tokens = generation.tokens
-        common = min(_common(self._held, tokens), len(tokens) - 1)
-        self._held = tokens
-        reused: int | None = None
-        for end in (*range(common + _PREFILL_STEP, len(tokens), _PREFILL_STEP), len(tokens)):
-            self._check_wanted(generation)
-            found = self._engine.prompt(tokens[:end])
-            reused = found if reused is None else reused
-        return reused or 0
+        return Finished(reason, len(generation.tokens), reused, produced)
 
     def _check_wanted(self, generation: Generation) -> None:
         if generation.cancelled.is_set() or self._stopping.is_set():
             raise AbandonedError
-
-
-def _common(old: Sequence[int], new: Sequence[int]) -> int:
-    """How many tokens two sequences begin with alike."""
-    return next((index for index, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
 
 
 def monotonic_clock() -> float:

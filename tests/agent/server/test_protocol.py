@@ -217,7 +217,7 @@ def test_a_template_that_refuses(serve, tmp_path: Path):
     ("fault", "code"), [(DecodeError("llama.cpp failed"), "engine"), (ZeroDivisionError("secret"), "internal")]
 )
 def test_a_failing_engine_answers_500_and_the_next_request(agent, monkeypatch, caplog, fault, code, stream):
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise fault
 
     with monkeypatch.context() as patch:
