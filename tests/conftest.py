@@ -6,6 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# The same examples every time, however slow the machine is: a red test is a fault of the code, not of the moment.
+settings.register_profile("spark", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("spark")
 
 SCRUBBED_PREFIXES = ("SPARKMOE_", "CUDA_", "LLAMA_", "HF_", "RAY_", "OPENAI_", "ANTHROPIC_")
 SCRUBBED_NAMES = ("DO_NOT_TRACK", "NO_COLOR", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy")

@@ -18,17 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spark_runtime.collector import Collector
-from spark_runtime.errors import ContextFullError, ModelMismatchError
+from spark_runtime.errors import ContextFullError
+from spark_runtime.gguf_file import read_gguf
 from spark_runtime.llama import LlamaContext, bindings
-from spark_runtime.model_shape import read_model_shape
+from spark_runtime.model_shape import shape_of
 from spark_runtime.sampling import Sampling
 from spark_runtime.session_counts import SessionCounts
 from spark_runtime.tap import EvalTap
 from spark_schemas.ids import Phase
-from spark_schemas.manifest import PlacementManifest
 from spark_schemas.model import ModelShape
 
-__all__ = ["Engine", "EngineOptions", "check_manifest", "default_context"]
+__all__ = ["Engine", "EngineOptions", "default_context"]
 
 MAX_DEFAULT_CONTEXT = 8192
 """Models are trained for up to a million tokens; a context nobody asked for should not eat the memory of experts."""
@@ -63,8 +63,10 @@ class Engine:
     def load(cls, path: Path, options: EngineOptions | None = None) -> Self:
         """Read the shape, then load the model; errors as ``model_shape.shape_of`` and ``LlamaContext``."""
         options = options or EngineOptions()
-        shape = read_model_shape(path)
+        model = read_gguf(path)
+        shape = shape_of(model)
         collector = Collector(shape) if options.count_routing else None
+        tap = EvalTap(collector) if collector is not None else None
         resolved = replace(
             options,
             n_ctx=options.n_ctx or default_context(shape),
@@ -77,13 +79,15 @@ class Engine:
             )
         on_gpu = resolved.n_gpu_layers != 0 and bool(bindings().llama_supports_gpu_offload())
         context = LlamaContext(
-            path,
+            model.path,  # the first file of a split model, whichever was named
             n_ctx=resolved.n_ctx,
             n_batch=min(resolved.n_batch, resolved.n_ctx),
             n_threads=resolved.n_threads,
             n_gpu_layers=resolved.n_gpu_layers if on_gpu else 0,
-            tap=EvalTap(collector) if collector is not None else None,
+            tap=tap,
         )
+        if tap is not None:
+            _learn_graph(context, tap)
         return cls(context, shape, collector, on_gpu=on_gpu)
 
     def __enter__(self) -> Self:
@@ -226,39 +230,17 @@ class Engine:
         return self._context.logits()
 
 
+def _learn_graph(context: LlamaContext, tap: EvalTap) -> None:
+    """Compute one token that nobody sees, so that the tap knows the graph before anything counts."""
+    try:
+        with tap.learning():
+            context.decode([0], 0, all_outputs=False)
+        context.forget_all()
+    except BaseException:
+        context.close()
+        raise
+
+
 def default_context(shape: ModelShape) -> int:
     """Context when nobody asks for one: as trained, at most :data:`MAX_DEFAULT_CONTEXT` tokens."""
     return min(shape.context_length, MAX_DEFAULT_CONTEXT)
-
-
-def check_manifest(manifest: PlacementManifest, shape: ModelShape) -> None:
-    """Refuse a manifest of another model; raise :class:`ModelMismatchError` naming both sides."""
-    if manifest.fingerprint == shape.fingerprint:
-        _check_layers(manifest, shape)
-        return
-    if manifest.sibling == shape.sibling:
-        raise ModelMismatchError(
-            f"the manifest is for another quantisation of this model: it is for {manifest.fingerprint}, "
-            f"this file is {shape.fingerprint}",
-            f"pull one for this file: spark pull-profile {manifest.workload} --model FILE",
-        )
-    raise ModelMismatchError(
-        f"the manifest is for another model: {manifest.fingerprint}, this file is {shape.fingerprint}",
-        f"pull one for this model: spark pull-profile {manifest.workload} --model FILE",
-    )
-
-
-def _check_layers(manifest: PlacementManifest, shape: ModelShape) -> None:
-    for placed, layer in zip(manifest.layers, shape.layers, strict=False):
-        found = (placed.block, placed.n_experts, placed.top_k, placed.expert_bytes)
-        expected = (layer.block, layer.n_experts, layer.top_k, layer.expert_bytes)
-        if found != expected:
-            raise ModelMismatchError(
-                f"the manifest's layer (block, experts, top-k, bytes) is {found}, the model's is {expected}",
-                "the manifest was altered or damaged: pull it again",
-            )
-    if len(manifest.layers) != len(shape.layers):
-        raise ModelMismatchError(
-            f"the manifest has {len(manifest.layers)} layers with experts, the model {len(shape.layers)}",
-            "the manifest was altered or damaged: pull it again",
-        )

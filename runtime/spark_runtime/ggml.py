@@ -5,6 +5,7 @@ Reading a GGUF needs only ``libggml-base``, so this module loads that alone: no 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib.metadata
@@ -24,6 +25,7 @@ __all__ = [
     "LOG_CALLBACK",
     "MAX_DIMS",
     "GgmlTensor",
+    "GgufInitParams",
     "complaints",
     "ggml_base",
     "library_dir",
@@ -36,6 +38,7 @@ MAX_DIMS = 4
 _MAX_OP_PARAMS = 16  # int32 values; GGML_MAX_OP_PARAMS is 64 bytes
 _MAX_SRC = 10
 _MAX_NAME = 64
+_OPS_SEARCHED = 80
 _LOG_LEVEL_WARN, _LOG_LEVEL_ERROR = 3, 4
 _INSTALL_HINT = f"install it with: pip install 'spark-moe[agent]' (llama-cpp-python=={LLAMA_CPP_PYTHON_VERSION})"
 
@@ -148,14 +151,27 @@ def library_dir() -> Path:
     return Path(spec.submodule_search_locations[0]) / "lib"
 
 
+def _share_libstdcxx() -> None:
+    """Let all libraries use one copy of the C++ library.
+
+    Some toolchains link it into each of llama.cpp's libraries. With numpy loaded first such a build crashes while it
+    loads a model (seen with a CUDA build), because parts of two copies meet. A global copy comes before all of them.
+    """
+    # Without one to share, as on musl, there is no second copy either.
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libstdc++.so.6", mode=ctypes.RTLD_GLOBAL)
+
+
 @functools.cache
 def ggml_base() -> ctypes.CDLL:
     """The loaded ``libggml-base`` with argument and result types set."""
     suffix = {"darwin": "dylib", "win32": "dll"}.get(sys.platform, "so")
     prefix = "" if sys.platform == "win32" else "lib"
     path = library_dir() / f"{prefix}ggml-base.{suffix}"
+    if sys.platform == "linux":
+        _share_libstdcxx()
     try:
-        library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+        library = ctypes.CDLL(str(path))
     except OSError as error:
         raise InstallationError(f"cannot load {path.name} of llama-cpp-python: {error}", _INSTALL_HINT) from error
     for name, (result, arguments) in _SIGNATURES.items():
@@ -176,8 +192,8 @@ def type_name(ggml_type: int) -> str:
 def op_number(name: str) -> int:
     """Number of a ggml operation by its name; raise :class:`InstallationError` when the library has none such."""
     library = ggml_base()
-    # The enumeration ends with COUNT, whose name lies outside ggml's table: stop well before by searching names only.
-    for number in range(80):
+    # Names beyond the enumeration's end lie outside ggml's table; the pinned version has more operations than this.
+    for number in range(_OPS_SEARCHED):
         found: bytes = library.ggml_op_name(number)
         if found.decode() == name:
             return number

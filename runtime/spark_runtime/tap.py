@@ -1,13 +1,20 @@
 """Reading the router's selections while llama.cpp computes, through its evaluation callback.
 
-The callback watches ``MUL_MAT_ID``, the multiplication with selected experts, and reads the ids it was given. That is
-what really was multiplied, for every architecture, under whatever names a model builder gives its tensors.
+The callback watches ``MUL_MAT_ID``, the multiplication with selected experts, and reads the ids it is given. That is
+what really is multiplied, for every architecture, under whatever names a model builder gives its tensors.
+
+Where the callback looks, llama.cpp cuts its graph, and kernels that it would fuse across the cut run apart, with other
+rounding: a CUDA build fuses a layer's up and gate multiplications with their activation. So the cut is made just
+before a layer's first multiplication with experts, where nothing is fused: its predecessor is asked for, and the ids
+are read when the multiplication itself is announced. Which node precedes it is learned from the graph, by name.
 """
 
 from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +26,10 @@ from spark_runtime.ggml import GgmlTensor, ggml_base, op_number
 __all__ = ["EvalTap"]
 
 EVAL_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_bool, ctypes.c_void_p)
-# One multiplication a layer is enough: every expert that is chosen multiplies with its (fused) up projection once.
-_WATCHED = re.compile(rb"^blk\.(\d+)\.ffn_(?:up|gate_up)_exps\.weight$")
+_EXPERT_WEIGHTS = re.compile(rb"^blk\.(\d+)\.ffn_(up|gate|gate_up|down)_exps\.weight$")
 _OP_OFFSET = GgmlTensor.op.offset
+_NAME_OFFSET = GgmlTensor.name.offset
+_NAME = ctypes.c_char * GgmlTensor.name.size
 _INT32_TYPE, _INT32_BYTES = 26, 4
 
 
@@ -36,12 +44,31 @@ class EvalTap:
     def __init__(self, collector: Collector) -> None:
         self.callback = EVAL_CALLBACK(self._call)
         self._collector = collector
-        self._op = op_number("MUL_MAT_ID")
+        self._mul_mat_id = op_number("MUL_MAT_ID")
         self._read = ggml_base().ggml_backend_tensor_get
         self._n_bytes = ggml_base().ggml_nbytes
-        # Weights keep their address for the model's life, so a name is parsed once: address -> block, -1 unwatched.
-        self._blocks: dict[int, int] = {}
+        # Weights keep their address for the model's life, so a name is parsed once: address -> (block, role).
+        self._weights: dict[int, tuple[int, bytes] | None] = {}
+        self._cuts: dict[bytes, int] = {}
+        """Name of the node before a layer's experts -> block; -1 for a name that several layers share."""
+        self._cut_ops: set[int] = set()
+        self._learning = False
+        self._previous = 0
+        """Address of the node asked about last."""
+        self._computed = 0
+        """Address of the node up to which everything has just been computed, 0 after the next one was asked about."""
+        self._seen_ids = 0
+        """Address of the ids of the layer in progress: its other multiplications read the same ones."""
         self._error: BaseException | None = None
+
+    @contextmanager
+    def learning(self) -> Iterator[None]:
+        """Inside the block graphs run uncut: nothing is counted, and what precedes each layer's experts is learned."""
+        self._learning = True
+        try:
+            yield
+        finally:
+            self._learning = False
 
     def check(self) -> None:
         """Raise what went wrong inside the callback since the last check."""
@@ -50,27 +77,67 @@ class EvalTap:
             raise error
 
     def _call(self, address: int, ask: bool, _data: int | None) -> bool:
-        # Called for every node of every graph: leave at once unless it is a multiplication with experts.
-        if ctypes.c_int.from_address(address + _OP_OFFSET).value != self._op:
-            return False
+        # Called for every node of every graph, so what is no concern of ours leaves at once.
         try:
-            tensor = GgmlTensor.from_address(address)
-            block = self._block_of(tensor.src[0])
-            if ask:
-                return block >= 0
-            self._collector.observe(block, self._ids(tensor.src[2]))
+            op = ctypes.c_int.from_address(address + _OP_OFFSET).value
+            if not ask:
+                self._computed = address
+                if op == self._mul_mat_id:
+                    self._observe_late(GgmlTensor.from_address(address))
+                return True
+            previous, self._previous = self._previous, address
+            # Good for the very next node only: addresses come back in later graphs.
+            computed, self._computed = self._computed, 0
+            if op == self._mul_mat_id:
+                return self._announce(GgmlTensor.from_address(address), previous, ready=computed == previous)
+            return op in self._cut_ops and not self._learning and self._is_cut(address)
         except BaseException as error:
             # Whatever it is, ctypes would print it and go on.
             self._error = error
             return False
-        return True
 
-    def _block_of(self, weights: int) -> int:
-        block = self._blocks.get(weights)
-        if block is None:
-            match = _WATCHED.match(GgmlTensor.from_address(weights).name)
-            block = self._blocks[weights] = int(match[1]) if match else -1
-        return block
+    def _is_cut(self, address: int) -> bool:
+        return self._cuts.get(_NAME.from_address(address + _NAME_OFFSET).value, -1) >= 0
+
+    def _announce(self, node: GgmlTensor, previous: int, *, ready: bool) -> bool:
+        """Take note of a multiplication; ``ready``: all before it has been computed. Whether to cut after it."""
+        known = self._weights_of(node.src[0])
+        if known is None:
+            return False
+        block, role = known
+        ids = node.src[2]
+        if role == b"down":
+            self._seen_ids = 0  # the layer's last multiplication; the next layer's ids may lie at the same address
+            return False
+        if ids == self._seen_ids:
+            return False
+        self._seen_ids = ids
+        if ready and not self._learning:
+            self._collector.observe(block, self._ids(ids))
+            return False
+        self._learn(block, previous)
+        return not self._learning
+
+    def _observe_late(self, node: GgmlTensor) -> None:
+        """Read the ids of a multiplication that nothing had been known to precede."""
+        known = self._weights_of(node.src[0])
+        if known is not None:
+            self._collector.observe(known[0], self._ids(node.src[2]))
+
+    def _learn(self, block: int, previous: int) -> None:
+        if not previous:
+            return
+        node = GgmlTensor.from_address(previous)
+        if self._cuts.setdefault(node.name, block) != block:
+            self._cuts[node.name] = -1
+        self._cut_ops.add(node.op)
+
+    def _weights_of(self, address: int) -> tuple[int, bytes] | None:
+        """Block and role of a weight; ``None`` for what is not a layer's routed experts."""
+        if address not in self._weights:
+            match = _EXPERT_WEIGHTS.match(GgmlTensor.from_address(address).name)
+            self._weights[address] = (int(match[1]), match[2]) if match else None
+        return self._weights[address]
 
     def _ids(self, address: int) -> NDArray[np.int64]:
         """Copy ``ids[token, k]`` out of a tensor that is usually a strided view of all experts in order of score."""
