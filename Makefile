@@ -21,8 +21,8 @@ setup: ## make or refresh the virtual environment
 	    echo 'hint: apt-get install python3 python3-venv, or name another: make PYTHON=...' >&2; exit 1; }
 	@exec "$(PYTHON)" infra/dev/bootstrap.py
 
-demo: setup ## record, upload, build and judge a routing profile of the demo model (ARGS=...)
-	@$(RUN) -m spark_agent.demo $(ARGS)
+demo: setup ## record, upload, build and judge a routing profile of the demo model
+	@$(RUN) -m spark_agent.demo
 
 test: setup ## run the tests (PYTEST_ARGS=...)
 	@$(RUN) -m pytest -n auto -m "not gpu" $(PYTEST_ARGS)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-import os
-import tempfile
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,6 +16,7 @@ from typing import TypeVar
 
 from spark_agent.env import Environment, parse_team_key
 from spark_agent.errors import ConfigError
+from spark_agent.files import replacing
 from spark_agent.paths import ensure_private_dir
 from spark_agent.service_url import DEFAULT_SERVICE_URL, normalise_service_url
 
@@ -108,16 +107,8 @@ def save_config(path: Path, config: Config) -> None:
     target = path.resolve()  # Keeps a link into someone's dotfiles a link.
     try:
         ensure_private_dir(target.parent)
-        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")  # Mode 0600.
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(_render(config))
-                file.flush()
-                os.fsync(file.fileno())
-            Path(temporary).replace(target)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        with replacing(target) as file:
+            file.write(_render(config).encode())
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error}", hint="check the folder's permissions and space") from error
 

@@ -1,15 +1,15 @@
 """Everything the agent can say went wrong.
 
-* SparkError                  exit 1: it did not work
-  * UsageError                exit 2: the command line is wrong
-  * ConfigError               exit 1: a variable, the config file or the key file is wrong
-  * RefusedError              exit 3: refused for safety or privacy
-  * SpoolError                exit 1: the spool cannot be used as it is
-    * SpoolFullError          exit 1: the disk, or the spool's own limit, has no room
-  * ServiceError              exit 1: the calibration service did not help
-    * ServiceUnreachableError   no answer, or not in time
-    * ServiceRefusedError       an error status, with the service's own reason
-    * ServiceAnswerError        an answer that breaks the protocol
+SparkError                        exit 1: it did not work
+├── UsageError                    exit 2: the command line is wrong
+├── ConfigError                   a variable, the config file or the key file is wrong
+├── RefusedError                  exit 3: refused for safety or privacy
+├── SpoolError                    the spool cannot be used as it is
+│   └── SpoolFullError            the disk, or the spool's own limit, has no room
+└── ServiceError                  the calibration service did not help
+    ├── ServiceUnreachableError   no answer, or not in time
+    ├── ServiceRefusedError       an error status, with the service's own reason
+    └── ServiceAnswerError        an answer that breaks the protocol
 
 The message says what failed, what was found and what was expected; the hint says what to do next.
 """

@@ -238,7 +238,8 @@ class ServiceClient:
                 retry_after_s=retry_after_s,
             )
         message = f"{message}: {problem.title[:_MAX_SHOWN]}: {problem.detail[:_MAX_SHOWN]}"
-        if problem.field is not None and problem.found is not None and problem.expected is not None:
+        told = problem.found is None or problem.found in problem.detail
+        if problem.field is not None and problem.expected is not None and not told:
             message += f" ({problem.field}: found {problem.found}, expected {problem.expected})"[:_MAX_SHOWN]
         return ServiceRefusedError(
             message,

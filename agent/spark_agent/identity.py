@@ -6,17 +6,16 @@ resumed on another machine keeps its hash; without one, a random key made once o
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import os
 import secrets
 import stat
-import tempfile
 from pathlib import Path
 
 from spark_agent.env import parse_team_key
 from spark_agent.errors import ConfigError
+from spark_agent.files import create_once
 from spark_agent.paths import ensure_private_dir
 
 __all__ = ["load_or_create_key", "session_hash", "session_key"]
@@ -70,13 +69,7 @@ def load_or_create_key(path: Path) -> bytes:
 def _create_key(path: Path) -> None:
     try:
         ensure_private_dir(path.parent)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", encoding="ascii") as file:
-            file.write(secrets.token_hex(_KEY_BYTES) + "\n")  # Mode 0600, as every temporary file.
-            file.flush()
-            os.fsync(file.fileno())
-            # A link appears whole or not at all, and never replaces the key of an agent that was faster.
-            with contextlib.suppress(FileExistsError):
-                os.link(file.name, path)
+        create_once(path, f"{secrets.token_hex(_KEY_BYTES)}\n".encode())
     except OSError as error:
         raise ConfigError(
             f"cannot create the session key {path}: {error}",

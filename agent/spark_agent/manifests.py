@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from spark_agent.errors import SparkError
+from spark_agent.files import replacing
 from spark_schemas.manifest import PlacementManifest
 
-__all__ = ["ManifestStore", "PullKey", "load_manifest"]
+__all__ = ["ManifestStore", "PullKey", "load_manifest", "save_manifest"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +56,11 @@ def load_manifest(path: Path) -> PlacementManifest:
         ) from error
 
 
+def save_manifest(path: Path, manifest: PlacementManifest) -> None:
+    """Write a manifest for people and other machines to read; raise :class:`SparkError` when it cannot be written."""
+    _write(path, manifest.model_dump_json(indent=1))
+
+
 class ManifestStore:
     """Pulled manifests, one per (model, workload): the latest question's answer."""
 
@@ -92,7 +96,7 @@ class ManifestStore:
             etag=etag if etag is not None and etag.isascii() and etag.isprintable() else None,
             manifest=manifest,
         )
-        write_atomically(path, pulled.model_dump_json().encode())
+        _write(path, pulled.model_dump_json())
         return path
 
     def _read(self, fingerprint: str, workload: str) -> _Pulled | None:
@@ -103,19 +107,9 @@ class ManifestStore:
             return None
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a whole file or none; raise :class:`SparkError` when it cannot be written."""
+def _write(path: Path, text: str) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(temporary).replace(path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        with replacing(path) as file:
+            file.write(text.encode())
     except OSError as error:
         raise SparkError(f"cannot write {path}: {error.strerror}", "check the folder and its space") from error

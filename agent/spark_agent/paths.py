@@ -7,7 +7,6 @@ from pathlib import Path
 import platformdirs
 
 __all__ = [
-    "cache_dir",
     "config_dir",
     "config_path",
     "data_dir",
@@ -24,11 +23,6 @@ _APP = "spark"
 def config_dir() -> Path:
     """Folder of what a person decided: ``$XDG_CONFIG_HOME/spark``."""
     return platformdirs.user_config_path(_APP, appauthor=False)
-
-
-def cache_dir() -> Path:
-    """Folder of what can be made again: ``$XDG_CACHE_HOME/spark``."""
-    return platformdirs.user_cache_path(_APP, appauthor=False)
 
 
 def state_dir() -> Path:

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 
 from spark_schemas.histogram import LayerCounts, LayerReuse, PhaseHistogram, SessionHistogram
 
-__all__ = ["MINIMUM_TOKENS", "Countable", "form_groups", "merge_sessions", "ready_to_send"]
+__all__ = ["MINIMUM_TOKENS", "Countable", "form_groups", "merge_sessions"]
 
 MINIMUM_TOKENS = 2000
 """Tokens, decode and prefill together, that an uploaded row stands for at least."""
@@ -65,14 +65,6 @@ def form_groups(sessions: Iterable[_C], minimum_tokens: int) -> tuple[list[list[
                 group, tokens = [], 0
         held_back.extend(group)
     return groups, held_back
-
-
-def ready_to_send(
-    sessions: Iterable[SessionHistogram], minimum_tokens: int = MINIMUM_TOKENS
-) -> tuple[list[SessionHistogram], list[SessionHistogram]]:
-    """Return ``(to_send, held_back)`` for sessions of one model; no count is lost, none appears twice."""
-    groups, held_back = form_groups(sessions, minimum_tokens)
-    return [merge_sessions(group) for group in groups], held_back
 
 
 def merge_sessions(parts: Sequence[SessionHistogram]) -> SessionHistogram:

@@ -6,8 +6,6 @@ is readable by its owner only.
 
 from __future__ import annotations
 
-import os
-import tempfile
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spark_agent.errors import SparkError
+from spark_agent.files import replacing
 
 __all__ = ["SessionTrace", "TraceFile", "load_traces", "save_traces"]
 
@@ -55,15 +54,8 @@ def save_traces(path: Path, fingerprint: str, sessions: Sequence[SessionTrace]) 
         # 65,536 experts are more than any schema allows.
         arrays[f"layer_{layer}"] = np.concatenate([session.ids[layer] for session in sessions]).astype(np.uint16)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                np.savez_compressed(file, allow_pickle=False, **arrays)
-            Path(temporary).replace(path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        with replacing(path) as file:
+            np.savez_compressed(file, allow_pickle=False, **arrays)
     except OSError as error:
         raise SparkError(
             f"cannot write the trace {path}: {error.strerror}", "check the folder and its space"

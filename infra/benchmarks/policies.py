@@ -7,13 +7,10 @@ LRU started from the profile, or scores (decay 0.97, prior worth 2 tokens) with 
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
+from report import parser_of, report
 
 from spark_agent.demo import demo_session_hash, demo_sessions
 from spark_agent.recording import record, segments_of
@@ -21,10 +18,10 @@ from spark_runtime.chat import ChatFormat
 from spark_runtime.engine import Engine, EngineOptions
 from spark_runtime.models import demo_model_path
 from spark_runtime.placement import (
-    LayerSizes,
     expert_order,
     frequencies,
     greedy_slots,
+    layer_sizes,
     residency_budget,
     uniform_slots,
 )
@@ -54,13 +51,12 @@ def rate(sessions: Sequence[SessionCounts], slots: list[int], freq: list[np.ndar
 
 def main() -> None:
     """Measure and print (or write) the rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="write the JSON here, too")
+    parser = parser_of(__doc__)
     options = parser.parse_args()
     rows = []
     with Engine.load(demo_model_path(), EngineOptions(n_threads=1)) as engine:
         chat = ChatFormat(engine)
-        sizes = [LayerSizes(layer.n_experts, layer.top_k, layer.expert_bytes) for layer in engine.shape.layers]
+        sizes = layer_sizes(engine.shape)
         for workload, transcripts in demo_sessions().items():
             sides: dict[str, list[SessionCounts]] = {"calibration": [], "held_out": []}
             for transcript in transcripts:
@@ -78,10 +74,7 @@ def main() -> None:
                     measured = {name: round(rate(sides["held_out"], slots, freq, p), 4) for name, p in POLICIES.items()}
                     row = {"workload": workload, "residency": residency, "slots": sharing, "per_layer": slots}
                     rows.append(row | measured)
-    text = json.dumps({"rows": rows}, indent=1)
-    if options.out is not None:
-        options.out.write_text(text + "\n")
-    sys.stdout.write(text + "\n")
+    report({"rows": rows}, options.out)
 
 
 if __name__ == "__main__":

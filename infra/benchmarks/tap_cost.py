@@ -6,15 +6,14 @@ and the hash over the logits of every generated token must be one for all of the
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import json
 import os
 import platform
 import statistics
-import sys
 import time
 from pathlib import Path
+
+from report import parser_of, report
 
 from spark_runtime.engine import Engine, EngineOptions
 from spark_runtime.models import demo_model_path
@@ -65,19 +64,15 @@ def compare(path: Path, threads: int) -> dict[str, object]:
 
 def main() -> None:
     """Measure and print (or write) the rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("models", nargs="*", type=Path, help="GGUF files; the demo model if none")
-    parser.add_argument("--out", type=Path, help="write the JSON here, too")
     options = parser.parse_args()
     rows = [compare(path, threads) for path in options.models or [demo_model_path()] for threads in (1, 2)]
     cpu = next(
         (line.split(": ")[1] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ""
     )
     result = {"machine": {"cpu": cpu, "cores": os.cpu_count(), "python": platform.python_version()}, "rows": rows}
-    text = json.dumps(result, indent=1)
-    if options.out is not None:
-        options.out.write_text(text + "\n")
-    sys.stdout.write(text + "\n")
+    report(result, options.out)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from pathlib import Path
 os.environ |= {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb", "TERMINAL_WIDTH": "100"}
 
 import typer
+from generated import write_or_check
 from typer.testing import CliRunner
 
 from spark_agent.cli import app as spark_agent
@@ -45,17 +46,5 @@ def rendered() -> str:
     return text
 
 
-def main() -> int:
-    """Write or compare; 1 when the page differs."""
-    text = rendered()
-    if "--check" in sys.argv[1:]:
-        if not TARGET.is_file() or TARGET.read_text() != text:
-            sys.stderr.write(f"error: {TARGET.name} is not what --help says\nhint: make generate\n")
-            return 1
-        return 0
-    TARGET.write_text(text)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check({TARGET: rendered()}))

@@ -9,6 +9,8 @@ import json
 import sys
 from pathlib import Path
 
+from generated import write_or_check
+
 from spark_schemas.api import Problem, ProfileList, UploadReceipt
 from spark_schemas.histogram import HistogramUpload
 from spark_schemas.manifest import PlacementManifest
@@ -27,23 +29,5 @@ def rendered() -> dict[Path, str]:
     }
 
 
-def main() -> int:
-    """Write or compare; 1 when a file differs."""
-    files = rendered()
-    stale = [path for path, text in files.items() if not path.is_file() or path.read_text() != text]
-    stale += [path for path in FOLDER.glob("*.json") if path not in files]
-    if "--check" in sys.argv[1:]:
-        for path in stale:
-            sys.stderr.write(f"error: {path.name} is not what the schemas say\nhint: make generate\n")
-        return int(bool(stale))
-    FOLDER.mkdir(exist_ok=True)
-    for path in FOLDER.glob("*.json"):
-        if path not in files:
-            path.unlink()
-    for path, text in files.items():
-        path.write_text(text)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(rendered(), FOLDER.glob("*.json")))

@@ -71,10 +71,11 @@ class TextStream:
         if self.stopped:
             return ""
         self._held += self._decoder.decode(piece, final)
-        found = [position for stop in self._stops if (position := self._held.find(stop)) >= 0]
+        # The stop that is complete first, so that the answer does not depend on how the text was cut into pieces.
+        found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
             self.stopped = True
-            return self._take(min(found))
+            return self._take(min(found)[1])
         return self._take(len(self._held) if final else len(self._held) - self._possible_stop())
 
     def _possible_stop(self) -> int:

@@ -28,7 +28,7 @@ from spark_runtime.tap import EvalTap
 from spark_schemas.ids import Phase
 from spark_schemas.model import ModelShape
 
-__all__ = ["Engine", "EngineOptions", "default_context"]
+__all__ = ["Engine", "EngineOptions", "context_for", "default_context"]
 
 MAX_DEFAULT_CONTEXT = 8192
 """Models are trained for up to a million tokens; a context nobody asked for should not eat the memory of experts."""
@@ -69,14 +69,9 @@ class Engine:
         tap = EvalTap(collector) if collector is not None else None
         resolved = replace(
             options,
-            n_ctx=options.n_ctx or default_context(shape),
+            n_ctx=context_for(shape, options.n_ctx),
             n_threads=options.n_threads or len(os.sched_getaffinity(0)),
         )
-        if resolved.n_ctx > shape.context_length:
-            raise ContextFullError(
-                f"a context of {resolved.n_ctx} tokens, but {path.name} was trained for {shape.context_length}",
-                f"pass --ctx {shape.context_length} or less",
-            )
         on_gpu = resolved.n_gpu_layers != 0 and bool(bindings().llama_supports_gpu_offload())
         context = LlamaContext(
             model.path,  # the first file of a split model, whichever was named
@@ -239,6 +234,16 @@ def _learn_graph(context: LlamaContext, tap: EvalTap) -> None:
     except BaseException:
         context.close()
         raise
+
+
+def context_for(shape: ModelShape, asked: int) -> int:
+    """The context asked for, or :func:`default_context` for 0; raise :class:`ContextFullError` for one too long."""
+    if asked > shape.context_length:
+        raise ContextFullError(
+            f"a context of {asked} tokens, but the model was trained for {shape.context_length}",
+            f"pass --ctx {shape.context_length} or less",
+        )
+    return asked or default_context(shape)
 
 
 def default_context(shape: ModelShape) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import stat
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -53,11 +54,6 @@ class GgufModel:
     metadata: Mapping[str, MetaValue]
     tensors: Mapping[str, TensorInfo]
 
-    @property
-    def file_bytes(self) -> int:
-        """Bytes of all files on disk."""
-        return sum(path.stat().st_size for path in self.files)
-
     def get_int(self, key: str, default: int | None = None) -> int:
         """A non-negative whole number; raise :class:`ModelFileError` when it is missing or something else."""
         value = self.metadata.get(key, default)
@@ -69,10 +65,11 @@ class GgufModel:
         """A value for every block: some architectures store one number, others an array."""
         value = self.metadata.get(key, default)
         if isinstance(value, tuple):
-            numbers = tuple(int(number) for number in value)
-            if len(numbers) < n_blocks or min(numbers, default=0) < 0:
+            numbers = tuple(number for number in value if isinstance(number, int) and number >= 0)
+            if len(numbers) < max(len(value), n_blocks):
                 raise ModelFileError(
-                    f"{self.path.name}: {key} has {len(numbers)} values, expected {n_blocks} of at least 0"
+                    f"{self.path.name}: {key} has {len(value)} values, {len(numbers)} of them whole numbers of at "
+                    f"least 0, expected {n_blocks} such numbers"
                 )
             return numbers[:n_blocks]
         return (self.get_int(key, default),) * n_blocks
@@ -158,6 +155,11 @@ def _read_file(path: Path) -> tuple[dict[str, MetaValue], list[TensorInfo]]:
 
 def _check_magic(path: Path) -> None:
     try:
+        # Opening a pipe would wait for its writer.
+        if not (stat.S_ISREG(mode := path.stat().st_mode) or stat.S_ISDIR(mode)):
+            raise NotGgufError(
+                f"{path.name} is a pipe, socket or device, expected a GGUF file", "save the model to a file first"
+            )
         with path.open("rb") as file:
             magic = file.read(len(_MAGIC))
     except FileNotFoundError as error:

@@ -82,7 +82,20 @@ class LlamaContext:
                 f"llama.cpp cannot open {path.name} with a context of {n_ctx} tokens: {_reason(log)}",
                 "try a smaller context",
             )
+        if not self._llama.llama_get_memory(self._context):
+            self.close()
+            raise UnsupportedModelError(
+                f"{path.name} does not write one token after another: it encodes texts or fills them in",
+                "Spark runs models that generate text; use llama.cpp's own tools for this one",
+            )
         self._batch = self._llama.llama_batch_init(n_batch, 0, 1)
+        for index in range(n_batch):
+            self._batch.n_seq_id[index] = 1
+            self._batch.seq_id[index][0] = 0
+        # Views of the batch's own memory, made once: making one takes longer than filling it for a single token.
+        self._batch_tokens = np.ctypeslib.as_array(self._batch.token, (n_batch,))
+        self._batch_positions = np.ctypeslib.as_array(self._batch.pos, (n_batch,))
+        self._batch_outputs = np.ctypeslib.as_array(self._batch.logits, (n_batch,))
 
     def close(self) -> None:
         """Free everything; safe to call twice."""
@@ -97,18 +110,13 @@ class LlamaContext:
     def decode(self, tokens: Sequence[int], position: int, *, all_outputs: bool) -> None:
         """Compute up to ``n_batch`` tokens from ``position`` on; logits for the last one, or for all of them."""
         count = len(tokens)
-        batch = self._batch
-        batch.n_tokens = count
-        np.ctypeslib.as_array(batch.token, (count,))[:] = tokens
-        np.ctypeslib.as_array(batch.pos, (count,))[:] = np.arange(position, position + count)
-        outputs = np.ctypeslib.as_array(batch.logits, (count,))
-        outputs[:] = all_outputs
-        outputs[-1] = 1
-        for index in range(count):
-            batch.n_seq_id[index] = 1
-            batch.seq_id[index][0] = 0
+        self._batch.n_tokens = count
+        self._batch_tokens[:count] = tokens
+        self._batch_positions[:count] = np.arange(position, position + count)
+        self._batch_outputs[:count] = all_outputs
+        self._batch_outputs[count - 1] = 1
         with complaints() as log:
-            status = self._llama.llama_decode(self._context, batch)
+            status = self._llama.llama_decode(self._context, self._batch)
         if self._tap is not None:
             self._tap.check()
         if status == _DECODE_NO_SLOT:

@@ -7,14 +7,16 @@ from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from spark_runtime.errors import ModelFileError, NotMoeError, UnsupportedModelError
 from spark_runtime.fingerprint import fingerprint_of, sibling_of
 from spark_runtime.gguf_file import GgufModel, TensorInfo, read_gguf
-from spark_schemas.model import ExpertLayer, ModelShape
+from spark_schemas.model import MAX_BLOCKS, ExpertLayer, ModelShape
 
 __all__ = ["EXPERT_TENSOR", "expert_tensors", "read_model_shape", "shape_of"]
 
-EXPERT_TENSOR = re.compile(r"^blk\.(\d+)\.ffn_(gate_up|gate|up|down)_exps\.(weight|bias|scale)$")
+EXPERT_TENSOR = re.compile(r"^blk\.(\d+)\.ffn_(gate_up|gate|up|down)_exps\.(weight|bias|scale|input_scale)$")
 """Everything a selected expert needs: fused or separate weights, with their per-expert biases and scales."""
 _ONE_TENSOR_PER_EXPERT = re.compile(r"^blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight$")
 _KV_BYTES_PER_VALUE = 2  # 16-bit cache, llama.cpp's default
@@ -32,10 +34,21 @@ def shape_of(model: GgufModel) -> ModelShape:
     own tokens. Raises :class:`NotMoeError` for a dense model, :class:`ModelFileError` where metadata and tensors
     contradict each other.
     """
-    architecture = model.metadata.get("general.architecture")
-    if not isinstance(architecture, str) or not architecture:
-        raise ModelFileError(f"{model.path.name}: general.architecture is {architecture!r}, expected a name")
+    try:
+        return _shape_of(model)
+    except ValidationError as error:
+        fault = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in fault["loc"]) or "shape"
+        raise ModelFileError(
+            f"{model.path.name}: {where} cannot be right: {fault['msg']}", "the file's metadata may be damaged"
+        ) from error
+
+
+def _shape_of(model: GgufModel) -> ModelShape:
+    architecture = _architecture(model)
     n_blocks_all = model.get_int(f"{architecture}.block_count")
+    if n_blocks_all > MAX_BLOCKS:
+        raise ModelFileError(f"{model.path.name}: {n_blocks_all} blocks, expected at most {MAX_BLOCKS}")
     n_blocks = n_blocks_all - model.get_int(f"{architecture}.nextn_predict_layers", 0)
     by_block = {block: parts for block, parts in expert_tensors(model).items() if block < n_blocks}
     if not by_block:
@@ -66,6 +79,19 @@ def expert_tensors(model: GgufModel) -> dict[int, dict[str, TensorInfo]]:
         if match:
             result[int(match[1])][f"{match[2]}.{match[3]}"] = tensor
     return dict(result)
+
+
+def _architecture(model: GgufModel) -> str:
+    kind = model.metadata.get("general.type", "model")
+    if kind != "model":
+        raise UnsupportedModelError(
+            f"{model.path.name} is a GGUF of the type {str(kind)[:40]!r}, expected 'model'",
+            "adapters, projectors, vocabularies and importance matrices belong to a model: name the model's file",
+        )
+    architecture = model.metadata.get("general.architecture")
+    if not isinstance(architecture, str) or not architecture:
+        raise ModelFileError(f"{model.path.name}: general.architecture is {architecture!r}, expected a name")
+    return architecture
 
 
 def _block_of(name: str) -> int:
@@ -128,4 +154,8 @@ def _kv_bytes_per_token(model: GgufModel, architecture: str, n_blocks: int) -> i
     head_size = model.get_int(f"{architecture}.embedding_length", 0) // heads if heads else 0
     key = model.get_int(f"{prefix}.key_length", head_size)
     value = model.get_int(f"{prefix}.value_length", head_size)
-    return sum(heads_kv) * (key + value) * _KV_BYTES_PER_VALUE
+    if model.get_int(f"{prefix}.key_length_mla", 0):
+        value = 0  # multi-head latent attention: values are a part of the cached keys
+    # Sparse attention caches one more key per block, by which it chooses tokens.
+    indexer = model.get_int(f"{prefix}.indexer.key_length", 0)
+    return (sum(heads_kv) * (key + value) + n_blocks * indexer) * _KV_BYTES_PER_VALUE

@@ -6,24 +6,32 @@ Everything that the agent and the service both compute lives here once. Values p
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from spark_schemas.model import ModelShape
 
 __all__ = [
     "BudgetTooSmallError",
     "Interval",
     "LayerSizes",
     "bootstrap_interval",
-    "cold_hit_rate",
+    "cold_hit_rates",
     "expert_order",
     "floor_bytes",
     "frequencies",
     "greedy_slots",
     "hot_set",
+    "layer_sizes",
+    "lru_cold_hit_rates",
     "residency_budget",
+    "session_totals",
     "shares",
     "uniform_slots",
 ]
@@ -69,6 +77,11 @@ class BudgetTooSmallError(ValueError):
         )
         self.budget_bytes = budget_bytes
         self.needed_bytes = needed_bytes
+
+
+def layer_sizes(shape: ModelShape) -> tuple[LayerSizes, ...]:
+    """The MoE layers of a model as placement sees them."""
+    return tuple(LayerSizes(layer.n_experts, layer.top_k, layer.expert_bytes) for layer in shape.layers)
 
 
 def shares(counts: Sequence[IntArray]) -> list[FloatArray]:
@@ -160,24 +173,50 @@ def uniform_slots(layers: Sequence[LayerSizes], budget_bytes: int) -> list[int]:
     if left < 0:
         raise BudgetTooSmallError(budget_bytes, budget_bytes - left)
     # One expert at a time to the layer with the smallest resident share: exact for any mix of sizes.
-    open_layers = set(range(len(layers)))
+    open_layers = [
+        (count / layer.n_experts, index) for index, (count, layer) in enumerate(zip(slots, layers, strict=True))
+    ]
+    heapq.heapify(open_layers)
     while open_layers:
-        index = min(open_layers, key=lambda i: (slots[i] / layers[i].n_experts, i))
-        if slots[index] == layers[index].n_experts or layers[index].expert_bytes > left:
-            open_layers.remove(index)
+        _, index = open_layers[0]
+        layer = layers[index]
+        if slots[index] == layer.n_experts or layer.expert_bytes > left:
+            heapq.heappop(open_layers)
             continue
         slots[index] += 1
-        left -= layers[index].expert_bytes
+        left -= layer.expert_bytes
+        heapq.heapreplace(open_layers, (slots[index] / layer.n_experts, index))
     return slots
 
 
-def cold_hit_rate(counts: Sequence[IntArray], resident: Sequence[IntArray]) -> float:
-    """Share of a session's selections whose expert is not resident (a static placement). ``nan`` without selections."""
-    selections = sum(int(layer.sum()) for layer in counts)
-    if not selections:
-        return float("nan")
-    covered = sum(int(layer[ids].sum()) for layer, ids in zip(counts, resident, strict=True))
-    return 1.0 - covered / selections
+def cold_hit_rates(counts: Sequence[IntArray], resident: Sequence[IntArray]) -> FloatArray:
+    """Share of each session's selections whose expert is not resident in a placement that never changes.
+
+    ``counts[layer][session, expert]`` are all sessions', ``resident[layer]`` expert ids; ``nan`` for a session without
+    selections. Layers are added as Python integers, because legal counts may need more than 64 bits in sum.
+    """
+    covered = session_totals([layer[:, ids] for layer, ids in zip(counts, resident, strict=True)])
+    return np.array(
+        [1.0 - hits / total if total else np.nan for hits, total in zip(covered, session_totals(counts), strict=True)]
+    )
+
+
+def lru_cold_hit_rates(reuse: Sequence[IntArray], slots: Sequence[int]) -> FloatArray:
+    """Share of each session's selections that a cache of ``slots`` per layer misses, started empty.
+
+    The cache evicts the least recently used expert; ``reuse[layer][session, distance]`` are reuse distances as in
+    :mod:`spark_runtime.recency`, the last entry first selections. Exact for at least top-k slots. ``nan`` for a session
+    without selections.
+    """
+    misses = session_totals([layer[:, count:] for layer, count in zip(reuse, slots, strict=True)])
+    return np.array(
+        [missed / total if total else np.nan for missed, total in zip(misses, session_totals(reuse), strict=True)]
+    )
+
+
+def session_totals(counts: Sequence[IntArray]) -> list[int]:
+    """Sum over layers and experts of ``counts[layer][session, expert]``, per session."""
+    return [sum(of_layers) for of_layers in zip(*(layer.sum(axis=1).tolist() for layer in counts), strict=True)]
 
 
 def bootstrap_interval(values: Sequence[float], *, seed: int = 0, resamples: int = 2000) -> Interval:

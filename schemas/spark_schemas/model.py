@@ -37,11 +37,6 @@ class ExpertLayer(Schema):
             )
         return self
 
-    @property
-    def floor_slots(self) -> int:
-        """Fewest slots a tiered layer may have: ``2 * top_k``, so half are always safe to evict."""
-        return min(2 * self.top_k, self.n_experts)
-
 
 class ModelShape(Schema):
     """Identity and sizes of one GGUF model."""
@@ -73,8 +68,3 @@ class ModelShape(Schema):
     def expert_bytes_total(self) -> int:
         """Bytes of all routed experts."""
         return sum(layer.n_experts * layer.expert_bytes for layer in self.layers)
-
-    @property
-    def floor_bytes(self) -> int:
-        """Bytes of the smallest tiered placement: every layer at ``floor_slots``."""
-        return sum(layer.floor_slots * layer.expert_bytes for layer in self.layers)

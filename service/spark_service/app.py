@@ -29,7 +29,7 @@ from spark_service.inflate import BodyLimits, inflate, read_body, require_encodi
 from spark_service.ingest import parse_upload, require_idempotency_key, require_json
 from spark_service.manifests import Budget
 
-__all__ = ["create_app"]
+__all__ = ["Alive", "Deleted", "Version", "create_app"]
 
 PARALLEL_UPLOADS = 1
 """Uploads parsed at a time: each holds its body as Python numbers, many times its size, and the interpreter would not

@@ -6,14 +6,16 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from spark_runtime.placement import LayerSizes, frequencies
+import numpy as np
+
+from spark_runtime.placement import frequencies, layer_sizes
 from spark_schemas.ids import MAX_COUNT, Phase
 from spark_schemas.model import ModelShape
 from spark_schemas.profile import LayerFrequencies, Profile
 from spark_service.evaluation import evaluate
-from spark_service.sessions import Session, SessionPart, merge_parts, split_sessions
+from spark_service.sessions import IntArray, Session, SessionPart, merge_parts, split_sessions
 
-__all__ = ["BUILDER_VERSION", "BuiltProfile", "build_profile", "layer_sizes", "revision_of"]
+__all__ = ["BUILDER_VERSION", "BuiltProfile", "build_profile", "revision_of"]
 
 BUILDER_VERSION = 1
 """Raised whenever the same parts would give another profile."""
@@ -25,11 +27,6 @@ class BuiltProfile:
 
     profile: Profile
     held_out: tuple[Session, ...]
-
-
-def layer_sizes(shape: ModelShape) -> tuple[LayerSizes, ...]:
-    """The layers of a model as placement sees them."""
-    return tuple(LayerSizes(layer.n_experts, layer.top_k, layer.expert_bytes) for layer in shape.layers)
 
 
 def revision_of(fingerprint: str, workload: str, phase: Phase, content_ids: Mapping[str, Sequence[str]]) -> str:
@@ -76,9 +73,7 @@ def build_profile(
             LayerFrequencies(
                 block=layer.block,
                 shares=tuple(own[index].tolist()),
-                selections=tuple(
-                    _total(column) for column in zip(*(s.counts[index].tolist() for s in calibration), strict=True)
-                ),
+                selections=tuple(_selections(calibration, index).tolist()),
             )
             for index, layer in enumerate(shape.layers)
         ),
@@ -87,6 +82,15 @@ def build_profile(
         verdict_reason=evaluation.verdict_reason,
     )
     return BuiltProfile(profile, tuple(held_out))
+
+
+def _selections(sessions: Sequence[Session], layer: int) -> IntArray:
+    """Selections per expert of a layer over all sessions, held at the largest count that the schema can say."""
+    total = np.zeros_like(sessions[0].counts[layer])
+    for session in sessions:
+        # Held at each step: two numbers of at most 2^53 never leave 64 bits.
+        np.minimum(total + session.counts[layer], MAX_COUNT, out=total)
+    return total
 
 
 def _total(counts: Iterable[int]) -> int:

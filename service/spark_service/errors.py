@@ -1,19 +1,17 @@
 """Every exception of the service.
 
-::
-
-    SparkServiceError                  a message for people, a hint, an exit code
-    ├── EnvironmentVariableError       a SPARKMOE_* variable holds a value that cannot be used
-    ├── RefusedError                   refused for safety (exit code 3)
-    ├── DataDirError                   the data folder cannot be created or written
-    ├── AddressError                   the address cannot be listened on
-    ├── DatabaseError                  the database cannot be opened
-    │   ├── DatabaseLockedError        another process owns the file
-    │   ├── DatabaseFormatError        the file is damaged, or not this service's
-    │   └── MigrationError             the schema is newer than this program, or was changed
-    ├── StorageError                   the open database refused an operation (HTTP 503)
-    │   └── StorageFullError           no room left for it (HTTP 507)
-    └── RequestError                   what a client sent or asked for is wrong (HTTP 4xx, with a stable code)
+SparkServiceError                  a message for people, a hint, an exit code
+├── EnvironmentVariableError       a SPARKMOE_* variable holds a value that cannot be used
+├── RefusedError                   refused for safety (exit code 3)
+├── DataDirError                   the data folder cannot be created or written
+├── AddressError                   the address cannot be listened on
+├── DatabaseError                  the database cannot be opened
+│   ├── DatabaseLockedError        another process owns the file
+│   ├── DatabaseFormatError        the file is damaged, or not this service's
+│   └── MigrationError             the schema is newer than this program, or was changed
+├── StorageError                   the open database refused an operation (HTTP 503)
+│   └── StorageFullError           no room left for it (HTTP 507)
+└── RequestError                   what a client sent or asked for is wrong (HTTP 4xx, with a stable code)
 
 A message says what failed, what was found and what was expected; the hint says what to do.
 """

@@ -24,16 +24,18 @@ from numpy.typing import NDArray
 from spark_runtime.placement import (
     LayerSizes,
     bootstrap_interval,
-    cold_hit_rate,
+    cold_hit_rates,
     greedy_slots,
     hot_set,
+    lru_cold_hit_rates,
     residency_budget,
+    session_totals,
     shares,
     uniform_slots,
 )
 from spark_schemas.ids import Policy, Verdict
 from spark_schemas.profile import CurvePoint
-from spark_service.sessions import IntArray, Session
+from spark_service.sessions import IntArray, Session, stack_counts
 
 __all__ = [
     "MIN_SESSIONS",
@@ -42,7 +44,6 @@ __all__ = [
     "Evaluation",
     "evaluate",
     "first_experts",
-    "session_rates",
     "uniform_slots_for",
 ]
 
@@ -80,8 +81,12 @@ def evaluate(
     curves: list[CurvePoint] = []
     at_verdict: dict[str, FloatArray] = {}
     placed_by: dict[Policy, tuple[str, ...]] = {"own": (workload,), "other": tuple(sorted(others))}
-    for residency in RESIDENCIES if held_out else ():
-        rates = _rates_at(layers, residency_budget(layers, residency), own, others, held_out)
+    if not held_out:
+        return Evaluation((), *_verdict({}, n_calibration, 0))
+    judges = _Judges(held_out)
+    for residency in RESIDENCIES:
+        budget = residency_budget(layers, residency)
+        rates = _rates_at(layers, budget, own, others, judges)
         for policy, values in rates.items():
             interval = bootstrap_interval(values.tolist())
             curves.append(
@@ -97,15 +102,11 @@ def evaluate(
         if residency == VERDICT_RESIDENCY:
             at_verdict = {str(policy): values for policy, values in rates.items()}
             if "lru" in rates:
-                slots = uniform_slots_for(tuple(layers), residency_budget(layers, residency))
-                at_verdict[_CACHE] = _filled_cache_at_best(held_out, slots)
+                at_verdict[_CACHE] = _filled_cache_at_best(
+                    judges, uniform_slots_for(tuple(layers), budget), rates["lru"]
+                )
     verdict, reason = _verdict(at_verdict, n_calibration, len(held_out))
     return Evaluation(tuple(curves), verdict, reason)
-
-
-def session_rates(sessions: Sequence[Session], resident: Sequence[IntArray]) -> FloatArray:
-    """Cold-hit rate of every session under one static placement."""
-    return np.array([cold_hit_rate(session.counts, resident) for session in sessions])
 
 
 def first_experts(slots: Sequence[int]) -> list[IntArray]:
@@ -115,8 +116,24 @@ def first_experts(slots: Sequence[int]) -> list[IntArray]:
 
 @lru_cache(maxsize=256)
 def uniform_slots_for(layers: tuple[LayerSizes, ...], budget_bytes: int) -> tuple[int, ...]:
-    """Remembered :func:`uniform_slots`: the same for every profile of a model, and slow for large ones."""
+    """Remembered :func:`uniform_slots`: the same for every profile of a model."""
     return tuple(uniform_slots(layers, budget_bytes))
+
+
+class _Judges:
+    """The held-out sessions, at least one, as every placement is judged by them."""
+
+    def __init__(self, sessions: Sequence[Session]) -> None:
+        self.counts = stack_counts(sessions)
+        """``[layer][session, expert]``."""
+        known = [session.reuse for session in sessions if session.reuse is not None]
+        complete = len(known) == len(sessions)
+        self.reuse = [np.stack(layer) for layer in zip(*known, strict=True)] if complete else None
+        """``[layer][session, distance]``, or ``None`` where a session has none."""
+        # The plain mean of shares is what the mean of session rates rewards: small sessions count fully there too.
+        each = [shares(session.counts) for session in sessions]
+        self.frequency = [np.mean(layer, axis=0) for layer in zip(*each, strict=True)]
+        """The sessions' own mean shares, ``[layer][expert]``."""
 
 
 def _rates_at(
@@ -124,25 +141,24 @@ def _rates_at(
     budget: int,
     own: Sequence[FloatArray],
     others: Mapping[str, Sequence[FloatArray]],
-    held_out: Sequence[Session],
+    judges: _Judges,
 ) -> dict[Policy, FloatArray]:
     slots = uniform_slots_for(tuple(layers), budget)
 
     def placed(frequency: Sequence[FloatArray]) -> FloatArray:
-        return session_rates(held_out, hot_set(frequency, greedy_slots(frequency, layers, budget)))
+        return cold_hit_rates(judges.counts, hot_set(frequency, greedy_slots(frequency, layers, budget)))
 
+    random = [cold_hit_rates(judges.counts, _random_experts(layers, slots, seed)) for seed in range(RANDOM_SEEDS)]
     rates: dict[Policy, FloatArray] = {
-        "uniform": session_rates(held_out, first_experts(slots)),
-        "random": np.mean(
-            [session_rates(held_out, _random_experts(layers, slots, seed)) for seed in range(RANDOM_SEEDS)], axis=0
-        ),
+        "uniform": cold_hit_rates(judges.counts, first_experts(slots)),
+        "random": np.mean(random, axis=0),
         "own": placed(own),
     }
     if others:
         rates["other"] = np.mean([placed(others[name]) for name in sorted(others)], axis=0)
-    rates["oracle"] = placed(_oracle(held_out))
-    if all(session.reuse is not None for session in held_out):
-        rates["lru"] = np.array([_lru_rate(session, slots) for session in held_out])
+    rates["oracle"] = placed(judges.frequency)
+    if judges.reuse is not None:
+        rates["lru"] = lru_cold_hit_rates(judges.reuse, slots)
     return rates
 
 
@@ -151,30 +167,17 @@ def _random_experts(layers: Sequence[LayerSizes], slots: Sequence[int], seed: in
     return [rng.permutation(layer.n_experts)[:count] for layer, count in zip(layers, slots, strict=True)]
 
 
-def _oracle(held_out: Sequence[Session]) -> list[FloatArray]:
-    # The plain mean of shares is what the mean of session rates rewards: small sessions count fully there too.
-    each = [shares(session.counts) for session in held_out]
-    return [np.mean(layer, axis=0) for layer in zip(*each, strict=True)]
-
-
-def _lru_rate(session: Session, slots: Sequence[int]) -> float:
-    distances = session.reuse or ()
-    misses = sum(int(layer[count:].sum()) for layer, count in zip(distances, slots, strict=True))
-    return misses / sum(int(layer.sum()) for layer in distances)
-
-
-def _filled_cache_at_best(sessions: Sequence[Session], slots: Sequence[int]) -> FloatArray:
+def _filled_cache_at_best(judges: _Judges, slots: Sequence[int], empty: FloatArray) -> FloatArray:
     """Lowest cold-hit rate that an LRU cache filled with the first experts can have had in each session.
 
     Distances of later selections do not depend on the start. Of the first selections, at best those of experts that
-    were resident at the start are hits; whether they had left by then is not known from counts.
+    were resident at the start are hits; whether they had left by then is not known from counts. ``empty`` are the
+    rates of a cache that starts empty.
     """
-    rates = []
-    for session in sessions:
-        spared = sum(int(np.count_nonzero(layer[:count])) for layer, count in zip(session.counts, slots, strict=True))
-        selections = sum(int(layer.sum()) for layer in session.counts)
-        rates.append(max(0.0, _lru_rate(session, slots) - spared / selections))
-    return np.array(rates)
+    spared = [np.count_nonzero(layer[:, :count], axis=1) for layer, count in zip(judges.counts, slots, strict=True)]
+    selections = np.array(session_totals(judges.counts), dtype=np.float64)
+    at_best: FloatArray = np.maximum(0.0, empty - np.sum(spared, axis=0) / selections)
+    return at_best
 
 
 def _verdict(rates: Mapping[str, FloatArray], n_calibration: int, n_held_out: int) -> tuple[Verdict | None, str]:

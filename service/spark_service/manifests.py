@@ -8,14 +8,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from spark_runtime.placement import BudgetTooSmallError, bootstrap_interval, greedy_slots
+from spark_runtime.placement import (
+    BudgetTooSmallError,
+    bootstrap_interval,
+    cold_hit_rates,
+    floor_bytes,
+    greedy_slots,
+    layer_sizes,
+)
 from spark_schemas.manifest import PRIOR_SCALE, Expectation, LayerPlacement, PlacementManifest, TierBytes
 from spark_schemas.model import ModelShape
 from spark_schemas.profile import Profile
-from spark_service.builders import layer_sizes
 from spark_service.errors import RequestError
-from spark_service.evaluation import first_experts, session_rates, uniform_slots_for
-from spark_service.sessions import Session
+from spark_service.evaluation import first_experts, uniform_slots_for
+from spark_service.sessions import Session, stack_counts
 
 __all__ = ["Budget", "build_manifest", "quantised_prior"]
 
@@ -105,13 +111,14 @@ def _expectation(
 ) -> Expectation | None:
     if not held_out:
         return None
-    own = bootstrap_interval(session_rates(held_out, [np.array(layer.hot_set) for layer in layers]).tolist())
+    counts = stack_counts(held_out)
+    own = bootstrap_interval(cold_hit_rates(counts, [np.array(layer.hot_set) for layer in layers]).tolist())
     uniform = first_experts(uniform_slots_for(layer_sizes(shape), slot_bytes))
     return Expectation(
         cold_hit_rate=own.mean,
         low=own.low,
         high=own.high,
-        uniform_cold_hit_rate=float(session_rates(held_out, uniform).mean()),
+        uniform_cold_hit_rate=float(cold_hit_rates(counts, uniform).mean()),
     )
 
 
@@ -127,7 +134,7 @@ def _too_small(shape: ModelShape, budget: Budget, needed: int) -> RequestError:
         "budget_too_small",
         f"vram_bytes: found {budget.vram_bytes}, expected at least {needed} "
         f"({shape.core_bytes} core + {kv_bytes} context + {budget.reserve_bytes} reserve + "
-        f"{shape.floor_bytes} for 2 * top_k experts per layer)",
+        f"{floor_bytes(layer_sizes(shape))} for 2 * top_k experts per layer)",
         field="query.vram_bytes",
         found=str(budget.vram_bytes),
         expected=f"at least {needed}",

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from spark_schemas.ids import MAX_COUNT
 from spark_schemas.split import split_of
 
-__all__ = ["IntArray", "Session", "SessionPart", "merge_parts", "split_sessions"]
+__all__ = ["IntArray", "Session", "SessionPart", "merge_parts", "split_sessions", "stack_counts"]
 
 IntArray = NDArray[np.int64]
 
@@ -59,6 +59,11 @@ def split_sessions(sessions: Iterable[Session]) -> tuple[list[Session], list[Ses
     for session in sessions:
         (held_out if split_of(session.session_hash) == "held_out" else calibration).append(session)
     return calibration, held_out
+
+
+def stack_counts(sessions: Sequence[Session]) -> list[IntArray]:
+    """Counts of at least one session side by side, ``counts[layer][session, expert]``, to judge them all at once."""
+    return [np.stack(layer) for layer in zip(*(session.counts for session in sessions), strict=True)]
 
 
 def _merge(session_hash: str, parts: Sequence[SessionPart]) -> Session:

@@ -17,6 +17,7 @@ import zstandard
 from spark_agent.spool import Spool
 from spark_schemas.histogram import HistogramUpload, LayerCounts, LayerReuse, PhaseHistogram, SessionHistogram
 from spark_schemas.invariants import check_upload
+from spark_schemas.manifest import PRIOR_SCALE, LayerPlacement, PlacementManifest, TierBytes
 from spark_schemas.model import ExpertLayer, ModelShape
 from spark_schemas.split import split_of
 
@@ -45,6 +46,54 @@ def make_model() -> ModelFactory:
                 for block in (1, 2)
             ),
         )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_manifest() -> Callable[..., PlacementManifest]:
+    """Build a manifest of ``(prior, top_k, slots)`` per layer, ten bytes an expert."""
+
+    def make(*layers: tuple[tuple[int, ...], int, int], **changes: object) -> PlacementManifest:
+        placed = tuple(
+            LayerPlacement(
+                block=block,
+                n_experts=len(prior),
+                top_k=top_k,
+                slots=slots,
+                expert_bytes=10,
+                prior=prior,
+                total_share=sum(prior) / PRIOR_SCALE,
+            )
+            for block, (prior, top_k, slots) in enumerate(layers or [((65535, 3, 2, 1), 2, 4)])
+        )
+        vram_slots = sum(layer.slots * layer.expert_bytes for layer in placed)
+        made = PlacementManifest(
+            fingerprint="mf1-" + "a" * 32,
+            sibling="ms1-" + "b" * 32,
+            workload="chat",
+            phase="decode",
+            profile_revision="c" * 64,
+            vram_budget_bytes=1000,
+            n_ctx=64,
+            layers=placed,
+            bytes=TierBytes(
+                vram_core=1,
+                vram_kv=1,
+                vram_slots=vram_slots,
+                vram_reserve=7,
+                vram_total=vram_slots + 9,
+                host_experts=sum(layer.n_experts * layer.expert_bytes for layer in placed),
+                disk=0,
+            ),
+            expected=None,
+            verdict=None,
+            verdict_reason="no held-out sessions",
+            n_calibration=1,
+            n_held_out=0,
+        )
+        # Not validated again: tests want manifests that are wrong, too.
+        return made.model_copy(update=changes)
 
     return make
 

@@ -18,7 +18,6 @@ from spark_agent.errors import (
     ServiceUnreachableError,
 )
 from spark_agent.http import ServiceClient
-from spark_schemas.manifest import LayerPlacement, PlacementManifest, TierBytes
 from spark_schemas.profile import Profile
 
 FINGERPRINT = "mf1-" + "a" * 32
@@ -30,30 +29,6 @@ MANIFEST_PATH = f"/api/v1/manifests/{FINGERPRINT}/chat"
 def client(service):
     with ServiceClient(service.url, "spk_1", timeout_s=5) as opened:
         yield opened
-
-
-def manifest(**changes: object) -> bytes:
-    layer = LayerPlacement(
-        block=0, n_experts=4, top_k=2, slots=4, expert_bytes=10, prior=(65535, 3, 2, 1), total_share=1.1
-    )
-    tiers = TierBytes(vram_core=1, vram_kv=1, vram_slots=40, vram_reserve=7, vram_total=49, host_experts=40, disk=0)
-    found = PlacementManifest(
-        fingerprint=FINGERPRINT,
-        sibling="ms1-" + "b" * 32,
-        workload="chat",
-        phase="decode",
-        profile_revision="c" * 64,
-        vram_budget_bytes=1000,
-        n_ctx=64,
-        layers=(layer,),
-        bytes=tiers,
-        expected=None,
-        verdict=None,
-        verdict_reason="no held-out sessions",
-        n_calibration=1,
-        n_held_out=0,
-    )
-    return found.model_copy(update=changes).model_dump_json().encode()
 
 
 def profile(**changes: object) -> bytes:
@@ -74,11 +49,12 @@ def profile(**changes: object) -> bytes:
     return found.model_copy(update=changes).model_dump_json().encode()
 
 
-def test_a_manifest_and_its_etag(service, client, make_reply):
+def test_a_manifest_and_its_etag(service, client, make_reply, make_manifest):
+    manifest = make_manifest()
     headers = {"Content-Type": "application/json; charset=utf-8", "ETag": '"v1"'}
-    service.answers[MANIFEST_PATH] = make_reply(200, manifest(), headers)
+    service.answers[MANIFEST_PATH] = make_reply(200, manifest.model_dump_json().encode(), headers)
     found, etag = client.manifest(FINGERPRINT, "chat", **ASKED)
-    assert found == PlacementManifest.model_validate_json(manifest())
+    assert found == manifest
     assert etag == '"v1"'
     service.answers[MANIFEST_PATH] = make_reply(304)
     assert client.manifest(FINGERPRINT, "chat", **ASKED, etag=etag) == (None, '"v1"')
@@ -199,8 +175,8 @@ def test_an_answer_that_takes_too_long_is_given_up(service, client, make_reply, 
 @pytest.mark.parametrize(
     "changes", [{"fingerprint": "mf1-" + "d" * 32}, {"workload": "review"}, {"n_ctx": 65}, {"phase": "prefill"}]
 )
-def test_another_manifest_than_asked_for(service, client, make_reply, changes):
-    service.script = [make_reply(200, manifest(**changes))]
+def test_another_manifest_than_asked_for(service, client, make_reply, make_manifest, changes):
+    service.script = [make_reply(200, make_manifest(**changes).model_dump_json().encode())]
     with pytest.raises(ServiceAnswerError, match="a manifest for"):
         client.manifest(FINGERPRINT, "chat", **ASKED)
 

@@ -3,32 +3,15 @@ from __future__ import annotations
 import pytest
 
 from spark_agent.errors import SparkError
-from spark_agent.manifests import ManifestStore, PullKey, load_manifest, write_atomically
-from spark_schemas.manifest import LayerPlacement, PlacementManifest, TierBytes
+from spark_agent.manifests import ManifestStore, PullKey, load_manifest, save_manifest
+from spark_schemas.manifest import PlacementManifest
 
 KEY = PullKey("http://team:8710", 1000, 64, 7)
 
 
 @pytest.fixture
-def manifest() -> PlacementManifest:
-    layer = LayerPlacement(block=0, n_experts=4, top_k=2, slots=4, expert_bytes=10, prior=(9, 3, 2, 1), total_share=1.1)
-    tiers = TierBytes(vram_core=1, vram_kv=1, vram_slots=40, vram_reserve=7, vram_total=49, host_experts=40, disk=0)
-    return PlacementManifest(
-        fingerprint="mf1-" + "a" * 32,
-        sibling="ms1-" + "b" * 32,
-        workload="chat",
-        phase="decode",
-        profile_revision="c" * 64,
-        vram_budget_bytes=1000,
-        n_ctx=64,
-        layers=(layer,),
-        bytes=tiers,
-        expected=None,
-        verdict=None,
-        verdict_reason="no held-out sessions",
-        n_calibration=1,
-        n_held_out=0,
-    )
+def manifest(make_manifest) -> PlacementManifest:
+    return make_manifest()
 
 
 @pytest.fixture
@@ -89,7 +72,7 @@ def test_a_folder_in_its_place_is_as_good_as_none(store, manifest):
 def test_both_files_load(store, manifest, tmp_path):
     """What ``--output`` writes, and what the store keeps (``pull-profile`` prints its path)."""
     written = tmp_path / "manifest.json"
-    write_atomically(written, manifest.model_dump_json(indent=1).encode())
+    save_manifest(written, manifest)
     assert load_manifest(written) == manifest
     assert load_manifest(store.put(manifest, KEY, '"1"')) == manifest
 
@@ -104,17 +87,3 @@ def test_the_wrong_field_is_named(tmp_path, manifest):
         load_manifest(tmp_path)
     with pytest.raises(SparkError, match="cannot read"):
         load_manifest(tmp_path / "absent")
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "file"
-    write_atomically(path, b"old")
-
-    def fail(_descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", fail)
-    with pytest.raises(SparkError, match="No space left"):
-        write_atomically(path, b"new")
-    assert path.read_bytes() == b"old"
-    assert [entry.name for entry in tmp_path.iterdir() if entry.name != "xdg"] == ["file"]

@@ -5,12 +5,10 @@ import os
 import pty
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import typer
 
-from spark_agent import errors
 from spark_agent.env import Environment
 from spark_agent.errors import RefusedError, SparkError, UsageError
 from spark_agent.output import Output, report_fault, run_app
@@ -197,21 +195,3 @@ def test_a_terminal_gets_colour_and_progress_unless_refused():
     shown = on_a_terminal(TALK, NO_COLOR="1", SPARKMOE_NO_PROGRESS="1")
     assert shown == "warning: old\r\n"
     assert "\x1b[33m" not in on_a_terminal(TALK, TERM="dumb")
-
-
-def test_the_exception_tree_is_drawn_as_it_is():
-    drawn = [
-        line.strip().removeprefix("* ").split()[0]
-        for line in (errors.__doc__ or "").splitlines()
-        if line.strip().split(" ")[-1] != line.strip() and line.strip().removeprefix("* ").split()[0].endswith("Error")
-    ]
-    assert sorted(drawn) == errors.__all__
-    for name in errors.__all__:
-        assert issubclass(getattr(errors, name), SparkError)
-
-
-def test_modules_stay_short():
-    folder = Path(errors.__file__).parent
-    ours = ("batch", "config", "env", "errors", "http", "identity", "output", "paths", "privacy")
-    ours += ("service_url", "spool", "spool_file", "upload")
-    assert {name: n for name in ours if (n := len((folder / f"{name}.py").read_text("utf-8").splitlines())) > 310} == {}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spark_agent.privacy import merge_sessions, ready_to_send
+from spark_agent.privacy import MINIMUM_TOKENS, form_groups, merge_sessions
 from spark_schemas.histogram import SessionHistogram
 from spark_schemas.invariants import check_session
 from spark_schemas.split import split_of
@@ -22,6 +22,13 @@ PARTS = st.lists(
     ),
     max_size=30,
 )
+
+
+def ready_to_send(
+    sessions: list[SessionHistogram], minimum_tokens: int = MINIMUM_TOKENS
+) -> tuple[list[SessionHistogram], list[SessionHistogram]]:
+    groups, held_back = form_groups(sessions, minimum_tokens)
+    return [merge_sessions(group) for group in groups], held_back
 
 
 def totals(sessions: list[SessionHistogram]) -> Counter[tuple[object, ...]]:

@@ -38,3 +38,10 @@ def test_demo_prints_the_promised_rows() -> None:
         for policy in policies:
             by_residency = [rates[workload, residency, policy] for residency in (0.3, 0.6, 0.8)]
             assert by_residency == sorted(by_residency, reverse=True)
+
+
+def test_arguments_are_not_ignored() -> None:
+    command = [sys.executable, "-m", "spark_agent.demo", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "no arguments, found ['--help']" in done.stderr

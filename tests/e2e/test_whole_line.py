@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from spark_agent.manifests import load_manifest
-from spark_runtime.engine import check_manifest
+from spark_runtime.manifest_check import check_manifest
 from spark_runtime.model_shape import read_model_shape
 from spark_runtime.models import demo_model_path
 from spark_schemas.split import split_of

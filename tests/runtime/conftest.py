@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from spark_runtime.models import demo_model_path
+from spark_schemas.model import ExpertLayer, ModelShape
 
 EMBEDDING, HEADS, HEAD_SIZE, VOCABULARY, WIDTH = 64, 2, 32, 128, 32
 
@@ -142,6 +143,24 @@ def models(tmp_path: Path) -> GgufFactory:
 @pytest.fixture
 def spec() -> type[ModelSpec]:
     return ModelSpec
+
+
+@pytest.fixture
+def toy_shape() -> ModelShape:
+    """Block 0 is dense; 4 experts, top-2, in block 1 and 5, top-1, in block 2."""
+    return ModelShape(
+        fingerprint="mf1-" + "0" * 32,
+        sibling="ms1-" + "0" * 32,
+        architecture="toy",
+        n_blocks=3,
+        context_length=64,
+        core_bytes=1,
+        kv_bytes_per_token=1,
+        layers=tuple(
+            ExpertLayer(block=block, n_experts=n_experts, top_k=top_k, expert_bytes=1, tensor_types={"up": "f16"})
+            for block, n_experts, top_k in ((1, 4, 2), (2, 5, 1))
+        ),
+    )
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from spark_runtime.engine import Engine, EngineOptions
 from spark_runtime.errors import ModelFileError, NotGgufError, SparkRuntimeError, TruncatedModelError
 from spark_runtime.gguf_file import read_gguf
 from spark_runtime.model_shape import read_model_shape
@@ -25,6 +27,17 @@ def test_missing_file(tmp_path: Path) -> None:
 def test_folder(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="cannot read"):
         read_gguf(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_what_is_no_regular_file_is_refused_unopened(tmp_path: Path, kind: str) -> None:
+    path = Path(os.devnull)
+    if kind == "pipe":
+        path = tmp_path / "model.gguf"
+        os.mkfifo(path)
+    with pytest.raises(NotGgufError, match="pipe, socket or device") as caught:
+        read_gguf(path)
+    assert caught.value.hint
 
 
 @pytest.mark.parametrize("content", [b"", b"GG", b"PK\x03\x04 a zip", b"\x00" * 64])
@@ -98,6 +111,17 @@ class TestSplitModels:
         assert shape == expected
         assert read_model_shape(shards[1]) == expected
         assert read_gguf(shards[1]).path == shards[0]
+
+    def test_any_shard_runs_the_whole(self, models, spec, tmp_path: Path) -> None:
+        whole = models.write(spec())
+        folder = tmp_path / "with späce"
+        folder.mkdir()
+        logits = []
+        for path in (whole, *self.split(whole, folder)):
+            with Engine.load(path, EngineOptions(n_ctx=64, n_threads=1)) as engine:
+                engine.prompt([1, 2, 3])
+                logits.append(engine.logits().tobytes())
+        assert logits[0] == logits[1] == logits[2]
 
     def test_missing_shard(self, models, spec, tmp_path: Path) -> None:
         shards = self.split(models.write(spec()), tmp_path, 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 
@@ -81,6 +82,44 @@ def test_layout_with_a_tensor_per_expert_is_named(models, spec, monkeypatch: pyt
 def test_impossible_top_k_is_refused_before_llama_cpp_would_abort(models, spec, top_k: int) -> None:
     with pytest.raises(ModelFileError, match=f"expert_used_count is {top_k}, expected 1 to 16"):
         read_model_shape(models.write(spec(metadata_top_k=top_k)))
+
+
+@pytest.mark.parametrize("kind", ["adapter", "mmproj", "imatrix", "vocab"])
+def test_files_that_belong_to_a_model_are_named(models, spec, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    describe = models._add_metadata
+    monkeypatch.setattr(models, "_add_metadata", lambda writer, spec: (writer.add_type(kind), describe(writer, spec)))
+    with pytest.raises(UnsupportedModelError, match=f"of the type '{kind}', expected 'model'") as caught:
+        read_model_shape(models.write(spec()))
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "found"),
+    [
+        ("block_count", 4_000_000_000, "4000000000 blocks"),
+        ("attention.head_count_kv", [1.5, float("nan"), float("inf")], "0 of them whole numbers"),
+        ("attention.head_count_kv", [4, -4, 4], "2 of them whole numbers"),
+    ],
+)
+def test_metadata_that_cannot_be_right_is_named(
+    models, spec, key: str, value: int | list[float], found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    describe = models._add_metadata
+
+    def claim(writer: gguf.GGUFWriter, spec: object) -> None:
+        describe(writer, spec)
+        writer.kv_data[0].pop(f"qwen3moe.{key}", None)
+        add = writer.add_array if isinstance(value, list) else writer.add_uint32
+        add(f"qwen3moe.{key}", value)
+
+    monkeypatch.setattr(models, "_add_metadata", claim)
+    with pytest.raises(ModelFileError, match=found):
+        read_model_shape(models.write(spec()))
+
+
+def test_a_name_no_service_would_take_is_refused(models, spec) -> None:
+    with pytest.raises(ModelFileError, match="architecture cannot be right"):
+        read_model_shape(models.write(spec(architecture="a" * 65)))
 
 
 def test_missing_projection_is_refused(models, spec, monkeypatch: pytest.MonkeyPatch) -> None:

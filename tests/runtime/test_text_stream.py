@@ -17,9 +17,11 @@ def test_pieces_add_up_to_the_text_before_the_first_stop(text: str, stops: list[
     stream = TextStream(stops)
     shown = "".join(stream.push(raw[a:b]) for a, b in zip([0, *cuts], [*cuts, len(raw)], strict=True))
     shown += stream.push(b"", final=True)
-    found = [position for stop in stops if (position := text.find(stop)) >= 0]
-    assert shown == (text[: min(found)] if found else text)
-    assert stream.stopped == bool(found)
+    # What a stream of single characters would have seen first: the stop that is complete first, the longest of those.
+    ends = [end for end in range(len(text) + 1) if text[:end].endswith(tuple(stops))]
+    starts = [ends[0] - len(stop) for stop in stops if text[: ends[0]].endswith(stop)] if ends else [len(text)]
+    assert shown == text[: min(starts)]
+    assert stream.stopped == bool(ends)
 
 
 def test_what_cannot_become_a_stop_is_shown_at_once() -> None:

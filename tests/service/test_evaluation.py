@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spark_runtime.placement import LayerSizes, frequencies, residency_budget, uniform_slots
+from spark_runtime.placement import LayerSizes, frequencies, lru_cold_hit_rates, residency_budget, uniform_slots
 from spark_runtime.recency import RecencyOrder
 from spark_schemas.profile import CurvePoint
 from spark_service.evaluation import RESIDENCIES, Evaluation, evaluate, uniform_slots_for
@@ -106,7 +106,7 @@ def test_profile_where_traffic_is_skewed_and_independent(make: Any) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_a_filled_cache_is_never_better_than_counted_at_its_best(seed: int) -> None:
     from spark_runtime.simulate import lru_cold_hits
-    from spark_service.evaluation import _filled_cache_at_best, _lru_rate
+    from spark_service.evaluation import _filled_cache_at_best, _Judges
 
     rng = np.random.default_rng(seed)
     n_experts, top_k, slots = 16, 2, 7
@@ -119,7 +119,9 @@ def test_a_filled_cache_is_never_better_than_counted_at_its_best(seed: int) -> N
         (np.bincount(distances.ravel(), minlength=n_experts + 1),),
     )
     [filled] = lru_cold_hits(ids, n_experts, [slots], np.arange(n_experts))
-    assert _filled_cache_at_best([session], [slots])[0] <= filled / ids.size <= _lru_rate(session, [slots])
+    judges = _Judges([session])
+    empty = lru_cold_hit_rates(judges.reuse, [slots])
+    assert _filled_cache_at_best(judges, [slots], empty)[0] <= filled / ids.size <= empty[0]
 
 
 def walking(seed: int) -> Session:

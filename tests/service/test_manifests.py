@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spark_runtime.placement import LayerSizes, cold_hit_rate, greedy_slots, uniform_slots
+from spark_runtime.placement import floor_bytes, greedy_slots, layer_sizes, uniform_slots
 from spark_schemas.ids import MAX_COUNT
 from spark_schemas.manifest import PRIOR_SCALE, PlacementManifest
 from spark_schemas.model import ModelShape
@@ -16,6 +16,7 @@ from spark_schemas.profile import LayerFrequencies, Profile
 from spark_service.builders import BuiltProfile, build_profile
 from spark_service.errors import RequestError
 from spark_service.manifests import Budget, build_manifest, quantised_prior
+from spark_service.sessions import Session
 
 # Core 1000; at 100 tokens 200 for the context; experts 12 x 100 + 16 x 100 + 8 x 50 = 3200, floor 400 + 400 + 100.
 FIXED, FLOOR, ALL = 1200, 900, 3200
@@ -46,16 +47,20 @@ def refusal(
     return caught.value
 
 
+def cold_hit_rate(session: Session, resident: list[np.ndarray]) -> float:
+    cold = sum(int(layer.sum() - layer[ids].sum()) for layer, ids in zip(session.counts, resident, strict=True))
+    return cold / sum(int(layer.sum()) for layer in session.counts)
+
+
 def test_the_expectation_is_that_of_the_encoded_hot_set(built: BuiltProfile, shape: ModelShape) -> None:
     made: PlacementManifest = manifest(built, shape, FIXED + 2000)
     resident = [np.array(layer.hot_set) for layer in made.layers]
-    rates = [cold_hit_rate(session.counts, resident) for session in built.held_out]
+    rates = [cold_hit_rate(session, resident) for session in built.held_out]
     assert made.expected is not None
     assert made.expected.cold_hit_rate == pytest.approx(np.mean(rates), abs=1e-15)
     assert made.expected.low <= made.expected.cold_hit_rate <= made.expected.high
-    sizes = [LayerSizes(layer.n_experts, layer.top_k, layer.expert_bytes) for layer in shape.layers]
-    first = [np.arange(count) for count in uniform_slots(sizes, made.bytes.vram_slots)]
-    uniform = [cold_hit_rate(session.counts, first) for session in built.held_out]
+    first = [np.arange(count) for count in uniform_slots(layer_sizes(shape), made.bytes.vram_slots)]
+    uniform = [cold_hit_rate(session, first) for session in built.held_out]
     assert made.expected.uniform_cold_hit_rate == pytest.approx(np.mean(uniform), abs=1e-15)
     assert made.expected.cold_hit_rate < made.expected.uniform_cold_hit_rate
 
@@ -63,8 +68,7 @@ def test_the_expectation_is_that_of_the_encoded_hot_set(built: BuiltProfile, sha
 def test_slots_are_the_greedy_ones_and_bytes_add_up(built: BuiltProfile, shape: ModelShape) -> None:
     made = manifest(built, shape, FIXED + 50 + 2000, reserve=50)
     shares = [np.array(layer.shares) for layer in built.profile.layers]
-    sizes = [LayerSizes(layer.n_experts, layer.top_k, layer.expert_bytes) for layer in shape.layers]
-    assert [layer.slots for layer in made.layers] == greedy_slots(shares, sizes, 2000)
+    assert [layer.slots for layer in made.layers] == greedy_slots(shares, layer_sizes(shape), 2000)
     found = made.bytes
     assert (found.vram_core, found.vram_kv, found.vram_reserve, found.disk) == (1000, 200, 50, 0)
     assert found.host_experts == ALL
@@ -151,7 +155,7 @@ def test_any_manifest_fits_its_budget(make: Any, layers: list[Any], vram_bytes: 
         verdict_reason="",
     )
     budget = Budget(vram_bytes, n_ctx, reserve)
-    needed = shape.core_bytes + 2 * n_ctx + reserve + shape.floor_bytes
+    needed = shape.core_bytes + 2 * n_ctx + reserve + floor_bytes(layer_sizes(shape))
     if vram_bytes < needed:
         with pytest.raises(RequestError) as caught:
             build_manifest(profile, shape, budget, ())
@@ -166,7 +170,7 @@ def test_any_manifest_fits_its_budget(make: Any, layers: list[Any], vram_bytes: 
     made = build_manifest(profile, shape, budget, ())
     assert made.bytes.vram_total <= vram_bytes
     assert made.bytes.vram_slots == sum(layer.slots * layer.expert_bytes for layer in made.layers)
-    for layer, sizes in zip(made.layers, shape.layers, strict=True):
+    for layer, sizes in zip(made.layers, layer_sizes(shape), strict=True):
         assert sizes.floor_slots <= layer.slots <= sizes.n_experts
         assert layer.total_share == sum(layer.prior) / PRIOR_SCALE
     left = vram_bytes - made.bytes.vram_total

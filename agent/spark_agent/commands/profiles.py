@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spark_agent.commands.record import check_workload_name
 from spark_agent.context import AgentContext
+from spark_agent.errors import UsageError
+from spark_agent.output import Output
 from spark_agent.sizes import format_size, parse_size
-from spark_schemas.ids import Phase
+from spark_agent.workload_name import check_workload_name
+from spark_schemas.ids import MAX_COUNT, Phase
 
 if TYPE_CHECKING:
     from spark_schemas.manifest import PlacementManifest
     from spark_schemas.model import ModelShape
+    from spark_schemas.profile import CurvePoint
 
 __all__ = ["profiles_app", "pull_profile_command"]
 
@@ -39,17 +42,20 @@ def pull_profile_command(
     json: Json = False,
 ) -> None:
     """Get the best placement of a model's experts for a workload within a memory budget."""
-    from spark_agent.manifests import ManifestStore, PullKey, write_atomically
+    from spark_agent.manifests import ManifestStore, PullKey, save_manifest
     from spark_agent.paths import manifests_dir
-    from spark_runtime.engine import check_manifest, default_context
+    from spark_runtime.engine import context_for
+    from spark_runtime.manifest_check import check_manifest
     from spark_runtime.model_shape import read_model_shape
 
     context = AgentContext.create(json_mode=json)
     check_workload_name(name, option="NAME")
     shape = read_model_shape(context.model_path(model))
-    n_ctx = ctx or default_context(shape)
+    n_ctx = context_for(shape, ctx)
     reserve_bytes = parse_size(reserve)
     vram_bytes = parse_size(vram) if vram is not None else _default_budget(context, shape, n_ctx, reserve_bytes)
+    if not 1 <= vram_bytes <= MAX_COUNT:
+        raise UsageError(f"--vram: found {vram_bytes} bytes, expected 1 to {MAX_COUNT}", "e.g. --vram 14G")
     store = ManifestStore(manifests_dir())
     with context.client(service) as client:
         key = PullKey(client.base_url, vram_bytes, n_ctx, reserve_bytes)
@@ -73,7 +79,7 @@ def pull_profile_command(
         stored = store.put(manifest, key, etag)
         context.output.info(f"{'unchanged' if unchanged else 'stored'}: {stored}")
         if output is not None:
-            write_atomically(output, manifest.model_dump_json(indent=1).encode())
+            save_manifest(output, manifest)
     expected = manifest.expected
     context.output.result(
         {
@@ -84,25 +90,24 @@ def pull_profile_command(
             "bytes": manifest.bytes.model_dump(),
             "source": key.service_url,
         },
-        lambda: _print_manifest(context, manifest),
+        lambda: _print_manifest(context.output, manifest),
     )
 
 
 def _default_budget(context: AgentContext, shape: ModelShape, n_ctx: int, reserve_bytes: int) -> int:
-    from spark_runtime.placement import LayerSizes, residency_budget
+    from spark_runtime.placement import layer_sizes, residency_budget
 
-    layers = [LayerSizes(layer.n_experts, layer.top_k, layer.expert_bytes) for layer in shape.layers]
-    experts = residency_budget(layers, DEFAULT_RESIDENCY)
+    experts = residency_budget(layer_sizes(shape), DEFAULT_RESIDENCY)
     total = shape.core_bytes + n_ctx * shape.kv_bytes_per_token + reserve_bytes + experts
     context.output.info(f"no --vram: planning for {DEFAULT_RESIDENCY:.0%} of the experts, {format_size(total)} in all")
     return total
 
 
-def _print_manifest(context: AgentContext, manifest: PlacementManifest) -> None:
+def _print_manifest(output: Output, manifest: PlacementManifest) -> None:
     parts = manifest.bytes
     slots = sum(layer.slots for layer in manifest.layers)
     experts = sum(layer.n_experts for layer in manifest.layers)
-    context.output.table(
+    output.table(
         ["tier", "holds", "bytes", ""],
         [
             ["video memory", "core weights", parts.vram_core, format_size(parts.vram_core)],
@@ -113,15 +118,14 @@ def _print_manifest(context: AgentContext, manifest: PlacementManifest) -> None:
             ["host memory", "all experts", parts.host_experts, format_size(parts.host_experts)],
         ],
     )
-    print_line = context.output.info
     if manifest.expected is not None:
         rate = manifest.expected
-        print_line(
+        output.info(
             f"expected cold-hit rate if never adapted: {rate.cold_hit_rate:.1%} "
             f"({rate.low:.1%} to {rate.high:.1%}); first experts instead of these: {rate.uniform_cold_hit_rate:.1%}"
         )
-    print_line(f"from {manifest.n_calibration} sessions, judged on {manifest.n_held_out} others")
-    print_line(f"verdict: {manifest.verdict or 'none yet'}: {manifest.verdict_reason}")
+    output.info(f"from {manifest.n_calibration} sessions, judged on {manifest.n_held_out} others")
+    output.info(f"verdict: {manifest.verdict or 'none yet'}: {manifest.verdict_reason}")
 
 
 @profiles_app.command("ls")
@@ -190,9 +194,7 @@ def show_command(
     context.output.info(f"verdict: {profile.verdict or 'none yet'}: {profile.verdict_reason}")
 
 
-def _cell(point: object) -> str:
-    from spark_schemas.profile import CurvePoint
-
-    if not isinstance(point, CurvePoint):
+def _cell(point: CurvePoint | None) -> str:
+    if point is None:
         return ""
     return f"{point.cold_hit_rate:.3f} ({point.low:.3f}-{point.high:.3f})"

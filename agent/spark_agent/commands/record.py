@@ -14,8 +14,9 @@ from spark_agent.context import AgentContext
 from spark_agent.errors import SparkError, UsageError
 from spark_agent.interrupts import interrupts_at_checks
 from spark_agent.transcripts import Skipped, Transcript, read_transcripts
+from spark_agent.workload_name import check_workload_name
 
-__all__ = ["check_workload_name", "record_command"]
+__all__ = ["record_command"]
 
 
 @dataclass(slots=True)
@@ -55,7 +56,8 @@ def record_command(
         raise
     _warn_about(context, report)
     if not report.sessions:
-        raise SparkError("no session could be recorded", "see the reasons above; --sessions takes a file or a folder")
+        found = "see the reasons above" if report.skipped else f"found no files in {sessions}"
+        raise SparkError("no session could be recorded", f"{found}; --sessions takes a file or a folder")
     summary = ", ".join(f"{count} {name}" for name, count in sorted(report.workloads.items()))
     context.output.result(
         {
@@ -78,20 +80,6 @@ def _named_work(sessions: Path | None, workload: str | None) -> Iterator[tuple[s
     if not sessions.exists():
         raise SparkError(f"no such file or folder: {sessions}", "check --sessions")
     return ((name, item) for item in read_transcripts(sessions))
-
-
-def check_workload_name(name: str, *, option: str = "--workload") -> str:
-    """Return the name of a workload; raise :class:`UsageError` for one that no service would take."""
-    from pydantic import TypeAdapter, ValidationError
-
-    from spark_schemas.ids import WorkloadName
-
-    try:
-        return str(TypeAdapter(WorkloadName).validate_python(name))
-    except ValidationError as error:
-        raise UsageError(
-            f"{option}: found {name!r}, expected 1 to 63 lower-case letters, digits and hyphens", "e.g. code-heavy"
-        ) from error
 
 
 def _demo_work(sessions: Path | None, workload: str | None) -> Iterator[tuple[str, Transcript | Skipped]]:

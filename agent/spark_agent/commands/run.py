@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from spark_agent.commands.record import check_workload_name
 from spark_agent.context import AgentContext
 from spark_agent.errors import RefusedError, SparkError
 from spark_agent.sizes import format_size
+from spark_agent.workload_name import check_workload_name
 
 if TYPE_CHECKING:
     from spark_runtime.engine import Engine
@@ -34,7 +34,8 @@ def run_command(
 ) -> None:
     """Serve a model's OpenAI-compatible API on this machine and count its routing."""
     from spark_agent.server.serve import bind, serve
-    from spark_runtime.engine import Engine, EngineOptions, check_manifest
+    from spark_runtime.engine import Engine, EngineOptions
+    from spark_runtime.manifest_check import check_manifest
     from spark_runtime.model_shape import read_model_shape
 
     context = AgentContext.create(json_mode=json)

@@ -80,6 +80,11 @@ def flush_command(service: Service = None, minimum_tokens: MinimumTokens = MINIM
         f"uploaded {report.uploaded}, known already {report.duplicates}, held back {report.held_back}, "
         f"rejected {report.rejected}, still pending {stats.pending}",
     )
+    if report.held_back:
+        context.output.info(
+            f"held back: sessions that, merged with others of their model, workload and split, are under "
+            f"{minimum_tokens} tokens; they leave once there is more"
+        )
     if report.last_error is not None:
         raise SparkError(report.last_error, "nothing was lost: what could not be sent stays in the spool")
 

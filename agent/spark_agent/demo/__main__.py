@@ -24,13 +24,13 @@ from spark_agent.demo.adaptive import adaptive_rate
 from spark_agent.demo.identity_check import DEMO_THREADS, PROMPTS, TOKENS, say
 from spark_agent.demo.processes import Sandbox
 from spark_agent.demo.sessions import DEMO_KEY
-from spark_agent.errors import SparkError
+from spark_agent.errors import SparkError, UsageError
 from spark_agent.output import Output, report_fault
 from spark_agent.traces import SessionTrace, load_traces
 from spark_runtime.engine import default_context
 from spark_runtime.model_shape import read_model_shape
 from spark_runtime.models import demo_model_path
-from spark_runtime.placement import LayerSizes, residency_budget
+from spark_runtime.placement import layer_sizes, residency_budget
 from spark_schemas.manifest import PlacementManifest
 from spark_schemas.model import ModelShape
 from spark_schemas.split import split_of
@@ -62,6 +62,8 @@ def main() -> None:
     # So that a stopped demo also stops the service and the agent that it started.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
+        if sys.argv[1:]:
+            raise UsageError(f"the demo takes no arguments, found {sys.argv[1:]}")
         with tempfile.TemporaryDirectory(prefix="spark-demo-") as home:
             _run(Sandbox(Path(home), DEMO_KEY), output)
     except KeyboardInterrupt:
@@ -147,9 +149,9 @@ def _rows(
 
 
 def _pull(sandbox: Sandbox, shape: ModelShape, workload: str, residency: float) -> PlacementManifest:
-    layers = [LayerSizes(layer.n_experts, layer.top_k, layer.expert_bytes) for layer in shape.layers]
     n_ctx = default_context(shape)
-    vram_bytes = shape.core_bytes + n_ctx * shape.kv_bytes_per_token + residency_budget(layers, residency)
+    experts = residency_budget(layer_sizes(shape), residency)
+    vram_bytes = shape.core_bytes + n_ctx * shape.kv_bytes_per_token + experts
     pulled = sandbox.run(
         "spark_agent.cli_spark", "pull-profile", workload, "--vram", str(vram_bytes), "--ctx", str(n_ctx), "--json"
     )

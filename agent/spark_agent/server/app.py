@@ -50,8 +50,16 @@ class _ChatApi:
         return JSONResponse({"status": "ok", **self._health, "waiting": self._worker.waiting})
 
     async def models(self, _request: Request) -> Response:
-        entry = {"id": self._model, "object": "model", "created": self._started, "owned_by": "spark"}
-        return JSONResponse({"object": "list", "data": [entry]})
+        return JSONResponse({"object": "list", "data": [self._entry()]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name != self._model:
+            raise ApiError(404, f"no model {name!r}: this agent serves {self._model}", "model_not_found")
+        return JSONResponse(self._entry())
+
+    def _entry(self) -> dict[str, Any]:
+        return {"id": self._model, "object": "model", "created": self._started, "owned_by": "spark"}
 
     async def chat_completions(self, request: Request) -> Response:
         body = _parse(await _read_body(request))
@@ -150,6 +158,7 @@ def create_app(
         routes=[
             Route("/health", api.health),
             Route("/v1/models", api.models),
+            Route("/v1/models/{name:path}", api.model),
             Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
         ],
         lifespan=lifespan,

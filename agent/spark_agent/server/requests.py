@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, Validatio
 
 from spark_runtime.sampling import Sampling
 
-__all__ = ["ChatMessage", "ChatRequest", "TextPart", "first_fault"]
+__all__ = ["ChatMessage", "ChatRequest", "StreamOptions", "TextPart", "first_fault"]
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 _STRING, _LIST = "<string>", "<list>"

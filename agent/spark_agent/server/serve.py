@@ -8,6 +8,7 @@ import ipaddress
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ from spark_agent.identity import session_hash
 from spark_agent.server.app import create_app
 from spark_agent.server.sessions import LiveSessions
 from spark_agent.server.uploader import Uploader
-from spark_agent.server.worker import Worker, monotonic_clock
+from spark_agent.server.worker import Worker
 from spark_agent.spool import Spool
 from spark_runtime.chat import ChatFormat
 from spark_runtime.engine import Engine
@@ -90,7 +91,7 @@ def serve(
     def complain(error: Exception) -> None:
         context.output.warning(f"session counts could not be kept yet: {error}")
 
-    sessions = LiveSessions(engine.shape, close, monotonic_clock)
+    sessions = LiveSessions(engine.shape, close, time.monotonic)
     worker = Worker(engine, sessions, complain)
     uploader = Uploader(context, spool, AgentContext.create)
     host, port = listener.getsockname()[:2]

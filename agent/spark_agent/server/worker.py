@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import queue
 import threading
-import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -178,8 +177,3 @@ class Worker:
     def _check_wanted(self, generation: Generation) -> None:
         if generation.cancelled.is_set() or self._stopping.is_set():
             raise AbandonedError
-
-
-def monotonic_clock() -> float:
-    """Seconds that never go back."""
-    return time.monotonic()

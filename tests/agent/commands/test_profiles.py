@@ -149,6 +149,8 @@ def test_a_service_that_is_down(pull, monkeypatch):
         (["pull-profile", "../../etc"], "NAME"),
         (["pull-profile", "Chat"], "NAME"),
         (["pull-profile", "chat", "--vram", "much"], "size: found 'much'"),
+        (["pull-profile", "chat", "--vram", "0"], "--vram: found 0 bytes"),
+        (["pull-profile", "chat", "--reserve", "9999999T"], "--vram: found"),
         (["pull-profile", "chat", "--service", "nowhere"], "--service"),
         (["pull-profile", "chat", "--ctx", "-1"], "--ctx"),
         (["pull-profile"], "NAME"),
@@ -158,6 +160,11 @@ def test_a_service_that_is_down(pull, monkeypatch):
 )
 def test_wrong_command_lines(spark_cli, service, arguments, word):
     spark_cli(*arguments).failed(2, word, hint=False)
+    assert service.requests == []
+
+
+def test_a_context_longer_than_trained(spark_cli, service, shape):
+    spark_cli("pull-profile", "chat", "--ctx", shape.context_length + 1).failed(1, "was trained for", "pass --ctx")
     assert service.requests == []
 
 

@@ -129,7 +129,7 @@ def test_nothing_there(record, tmp_path):
     record(tmp_path / "absent").failed(1, "no such file or folder")
     assert not spool_path().exists()
     (tmp_path / "bare").mkdir()
-    record(tmp_path / "bare").failed(1, "no session could be recorded")
+    record(tmp_path / "bare").failed(1, "no session could be recorded", "found no files in")
 
 
 @pytest.mark.parametrize("fault", ["missing", "folder", "not_gguf", "truncated", "dense", "unknown_architecture"])

@@ -54,6 +54,13 @@ def test_the_bytes_shown_are_the_bytes_sent(agent_cli, filled, consented, servic
     assert agent_cli("upload", "status", "--json").json["pending"] == report["pending"]
 
 
+def test_a_flush_says_why_something_is_held_back(agent_cli, filled, consented, service):
+    result = agent_cli("upload", "flush")
+    assert (result.code, service.uploads) == (0, [])
+    assert "under 2000 tokens; they leave once there is more" in result.err
+    assert "held back:" not in agent_cli("upload", "flush", "--minimum-tokens", 1).err
+
+
 def test_nothing_to_show_is_said(agent_cli, filled):
     result = agent_cli("upload", "show")
     assert (result.code, result.out) == (0, "")
