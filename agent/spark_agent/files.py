@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, readable by their owner only."""
+"""Files that appear whole or not at all, readable by their owner only unless they are meant to be passed on."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ __all__ = ["create_once", "replacing"]
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
+def replacing(path: Path, mode: int = 0o600) -> Iterator[IO[bytes]]:
     """Give a new file that takes the place of ``path`` when the block ends; missing folders are made.
 
     Readers find the old file or the whole new one, also after a crash. A block that raises changes nothing. Raises
     :class:`OSError`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(file.fileno(), mode)
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -14,6 +14,10 @@ from spark_schemas.manifest import PlacementManifest
 
 __all__ = ["ManifestStore", "PullKey", "load_manifest", "save_manifest"]
 
+_OWN_MODE = 0o600
+_SHARED_MODE = 0o644
+"""Of a file that a person asked for by name, to pass on: a manifest says nothing about anybody's sessions."""
+
 
 @dataclass(frozen=True, slots=True)
 class PullKey:
@@ -58,7 +62,7 @@ def load_manifest(path: Path) -> PlacementManifest:
 
 def save_manifest(path: Path, manifest: PlacementManifest) -> None:
     """Write a manifest for people and other machines to read; raise :class:`SparkError` when it cannot be written."""
-    _write(path, manifest.model_dump_json(indent=1))
+    _write(path, manifest.model_dump_json(indent=1), _SHARED_MODE)
 
 
 class ManifestStore:
@@ -96,7 +100,7 @@ class ManifestStore:
             etag=etag if etag is not None and etag.isascii() and etag.isprintable() else None,
             manifest=manifest,
         )
-        _write(path, pulled.model_dump_json())
+        _write(path, pulled.model_dump_json(), _OWN_MODE)
         return path
 
     def _read(self, fingerprint: str, workload: str) -> _Pulled | None:
@@ -107,9 +111,9 @@ class ManifestStore:
             return None
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, text: str, mode: int) -> None:
     try:
-        with replacing(path) as file:
+        with replacing(path, mode) as file:
             file.write(text.encode())
     except OSError as error:
         raise SparkError(f"cannot write {path}: {error.strerror}", "check the folder and its space") from error

@@ -108,10 +108,11 @@ class Output:
             return
         # Costs 95 ms to import, so only when there is something to draw.
         from rich.console import Console
-        from rich.progress import Progress
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         console = Console(stderr=True, no_color=self._environment.no_color or None)
-        with Progress(console=console, transient=True) as bar:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True) as bar:
             task = bar.add_task(_printable(description), total=total)
             yield lambda steps: bar.advance(task, steps)
 

@@ -73,6 +73,7 @@ def test_both_files_load(store, manifest, tmp_path):
     """What ``--output`` writes, and what the store keeps (``pull-profile`` prints its path)."""
     written = tmp_path / "manifest.json"
     save_manifest(written, manifest)
+    assert written.stat().st_mode & 0o777 == 0o644, "it is meant to be passed on"
     assert load_manifest(written) == manifest
     assert load_manifest(store.put(manifest, KEY, '"1"')) == manifest
 

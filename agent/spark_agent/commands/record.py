@@ -82,12 +82,12 @@ def _named_work(sessions: Path | None, workload: str | None) -> Iterator[tuple[s
     return ((name, item) for item in read_transcripts(sessions))
 
 
-def _demo_work(sessions: Path | None, workload: str | None) -> Iterator[tuple[str, Transcript | Skipped]]:
+def _demo_work(sessions: Path | None, workload: str | None) -> list[tuple[str, Transcript | Skipped]]:
     from spark_agent.demo.sessions import demo_sessions
 
     if sessions is not None or workload is not None:
         raise UsageError("--demo brings its own sessions and workloads", "leave out --sessions and --workload")
-    return ((name, transcript) for name, transcripts in demo_sessions().items() for transcript in transcripts)
+    return [(name, transcript) for name, transcripts in demo_sessions().items() for transcript in transcripts]
 
 
 def _check_trace(path: Path | None) -> None:
@@ -120,7 +120,7 @@ def _record(
     with (
         Engine.load(model, EngineOptions(n_ctx=ctx, n_threads=threads)) as engine,
         context.spool() as spool,
-        context.output.progress("recording") as advance,
+        context.output.progress("recording sessions", len(work) if isinstance(work, list) else None) as advance,
         interrupts_at_checks() as check_interrupt,
     ):
         hash_of = _session_hashes(context, demo=demo)

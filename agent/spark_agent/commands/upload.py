@@ -135,6 +135,28 @@ def consent_command(
         _report_status(dataclasses.replace(context, config=config), service)
 
 
+@upload_app.command("purge")
+def purge_command(
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do it without being asked.")] = False,
+    json: Json = False,
+) -> None:
+    """Delete every histogram kept on this machine, waiting and rejected."""
+    import sys
+
+    context = AgentContext.create(json_mode=json)
+    with context.spool() as spool:
+        stats = spool.stats()
+        if not yes:
+            if not sys.stdin.isatty():
+                raise UsageError("nobody is there to ask: not a terminal", "pass --yes")
+            question = f"Delete {stats.pending} waiting and {stats.rejected} rejected histograms?"
+            yes = typer.confirm(question, default=False, err=True)
+        count = spool.purge() if yes else 0
+    context.output.info(f"deleted {count} histograms; what was uploaded before is with the service")
+    if json:
+        _report_status(context)
+
+
 def _report_status(context: AgentContext, service: str | None = None) -> None:
     address = context.service_url(service)
     with context.spool() as spool:

@@ -148,3 +148,12 @@ def test_a_spool_that_is_none_is_left_alone(agent_cli):
     spool_path().write_bytes(b"precious" * 1000)
     agent_cli("upload", "status").failed(1, "not a readable spool")
     assert spool_path().read_bytes() == b"precious" * 1000
+
+
+def test_purge_deletes_what_is_kept_and_only_after_a_yes(agent_cli, filled, service):
+    agent_cli("upload", "purge").failed(2, "not a terminal", "--yes")
+    assert agent_cli("upload", "status", "--json").json["pending"] == 24
+    status = agent_cli("upload", "purge", "--yes", "--json").json
+    assert list(status) == STATUS
+    assert (status["pending"], status["bytes"]) == (0, 0)
+    assert service.requests == []
