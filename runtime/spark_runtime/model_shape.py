@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from spark_runtime.context_memory import kv_bytes_per_token, state_bytes
 from spark_runtime.errors import ModelFileError, NotMoeError, UnsupportedModelError
 from spark_runtime.fingerprint import fingerprint_of, sibling_of
 from spark_runtime.gguf_file import GgufModel, TensorInfo, read_gguf
@@ -19,7 +20,6 @@ __all__ = ["EXPERT_TENSOR", "expert_tensors", "read_model_shape", "shape_of"]
 EXPERT_TENSOR = re.compile(r"^blk\.(\d+)\.ffn_(gate_up|gate|up|down)_exps\.(weight|bias|scale|input_scale)$")
 """Everything a selected expert needs: fused or separate weights, with their per-expert biases and scales."""
 _ONE_TENSOR_PER_EXPERT = re.compile(r"^blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight$")
-_KV_BYTES_PER_VALUE = 2  # 16-bit cache, llama.cpp's default
 
 
 def read_model_shape(path: Path) -> ModelShape:
@@ -66,7 +66,8 @@ def _shape_of(model: GgufModel) -> ModelShape:
         n_blocks=n_blocks,
         context_length=max(1, model.get_int(f"{architecture}.context_length", 1)),
         core_bytes=sum(tensor.n_bytes for tensor in model.tensors.values()) - routed - draft,
-        kv_bytes_per_token=_kv_bytes_per_token(model, architecture, n_blocks),
+        kv_bytes_per_token=kv_bytes_per_token(model, architecture, n_blocks),
+        state_bytes=state_bytes(model, architecture, n_blocks),
         layers=layers,
     )
 
@@ -145,17 +146,3 @@ def _expert_extent(tensor: TensorInfo, kind: str) -> int:
     if kind.endswith(".bias"):
         return tensor.shape[1]
     return tensor.shape[0]
-
-
-def _kv_bytes_per_token(model: GgufModel, architecture: str, n_blocks: int) -> int:
-    prefix = f"{architecture}.attention"
-    heads = max(model.get_int_per_block(f"{prefix}.head_count", n_blocks, 0))
-    heads_kv = model.get_int_per_block(f"{prefix}.head_count_kv", n_blocks, heads)
-    head_size = model.get_int(f"{architecture}.embedding_length", 0) // heads if heads else 0
-    key = model.get_int(f"{prefix}.key_length", head_size)
-    value = model.get_int(f"{prefix}.value_length", head_size)
-    if model.get_int(f"{prefix}.key_length_mla", 0):
-        value = 0  # multi-head latent attention: values are a part of the cached keys
-    # Sparse attention caches one more key per block, by which it chooses tokens.
-    indexer = model.get_int(f"{prefix}.indexer.key_length", 0)
-    return (sum(heads_kv) * (key + value) + n_blocks * indexer) * _KV_BYTES_PER_VALUE

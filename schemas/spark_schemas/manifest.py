@@ -53,6 +53,7 @@ class TierBytes(Schema):
 
     vram_core: Count
     vram_kv: Count
+    """Keys and values of the whole context, and the states of recurrent blocks."""
     vram_slots: Count
     vram_reserve: Count
     vram_total: Count

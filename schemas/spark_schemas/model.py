@@ -53,6 +53,8 @@ class ModelShape(Schema):
     """All tensors that are not routed experts."""
     kv_bytes_per_token: Count
     """Upper bound for a 16-bit KV cache; sliding windows and shared heads may need less."""
+    state_bytes: Count = 0
+    """Memory of one sequence's states in recurrent blocks, however long it is."""
     layers: Annotated[tuple[ExpertLayer, ...], Field(min_length=1, max_length=MAX_BLOCKS, fail_fast=True)]
 
     @model_validator(mode="after")
@@ -63,6 +65,10 @@ class ModelShape(Schema):
         if blocks[-1] >= self.n_blocks:
             raise ValueError(f"layer block {blocks[-1]} is outside the model's {self.n_blocks} blocks")
         return self
+
+    def context_bytes(self, n_ctx: int) -> int:
+        """Bytes that a context of ``n_ctx`` tokens takes: keys and values, and states."""
+        return n_ctx * self.kv_bytes_per_token + self.state_bytes
 
     @property
     def expert_bytes_total(self) -> int:

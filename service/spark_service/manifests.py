@@ -54,7 +54,7 @@ def build_manifest(
             expected=f"at most {shape.context_length}",
             hint=f"ask for n_ctx={shape.context_length} or less",
         )
-    kv_bytes = budget.n_ctx * shape.kv_bytes_per_token
+    kv_bytes = shape.context_bytes(budget.n_ctx)
     fixed_bytes = shape.core_bytes + kv_bytes + budget.reserve_bytes
     shares = [np.array(layer.shares) for layer in profile.layers]
     try:
@@ -128,7 +128,7 @@ def _too_small(shape: ModelShape, budget: Budget, needed: int) -> RequestError:
         n_ctx = budget.n_ctx - -(-(needed - budget.vram_bytes) // shape.kv_bytes_per_token)
         if n_ctx >= 1:
             fixes.append(f"n_ctx={n_ctx}")
-    kv_bytes = budget.n_ctx * shape.kv_bytes_per_token
+    kv_bytes = shape.context_bytes(budget.n_ctx)
     return RequestError(
         422,
         "budget_too_small",

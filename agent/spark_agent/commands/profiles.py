@@ -98,7 +98,7 @@ def _default_budget(context: AgentContext, shape: ModelShape, n_ctx: int, reserv
     from spark_runtime.placement import layer_sizes, residency_budget
 
     experts = residency_budget(layer_sizes(shape), DEFAULT_RESIDENCY)
-    total = shape.core_bytes + n_ctx * shape.kv_bytes_per_token + reserve_bytes + experts
+    total = shape.core_bytes + shape.context_bytes(n_ctx) + reserve_bytes + experts
     context.output.info(f"no --vram: planning for {DEFAULT_RESIDENCY:.0%} of the experts, {format_size(total)} in all")
     return total
 

@@ -86,7 +86,7 @@ def _start_object(
     context: AgentContext, path: Path, engine: Engine, placement: PlacementManifest | None, pending: int
 ) -> dict[str, Any]:
     shape = engine.shape
-    kv_bytes = engine.n_ctx * shape.kv_bytes_per_token
+    kv_bytes = shape.context_bytes(engine.n_ctx)
     return {
         "model": str(path),
         "fingerprint": shape.fingerprint,

@@ -151,7 +151,7 @@ def _rows(
 def _pull(sandbox: Sandbox, shape: ModelShape, workload: str, residency: float) -> PlacementManifest:
     n_ctx = default_context(shape)
     experts = residency_budget(layer_sizes(shape), residency)
-    vram_bytes = shape.core_bytes + n_ctx * shape.kv_bytes_per_token + experts
+    vram_bytes = shape.core_bytes + shape.context_bytes(n_ctx) + experts
     pulled = sandbox.run(
         "spark_agent.cli_spark", "pull-profile", workload, "--vram", str(vram_bytes), "--ctx", str(n_ctx), "--json"
     )

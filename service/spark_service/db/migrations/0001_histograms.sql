@@ -11,7 +11,9 @@ CREATE TABLE parts (
     fingerprint VARCHAR NOT NULL,
     workload VARCHAR NOT NULL,
     session_hash VARCHAR NOT NULL,
-    split VARCHAR NOT NULL CHECK (split IN ('calibration', 'held_out'))
+    split VARCHAR NOT NULL CHECK (split IN ('calibration', 'held_out')),
+    -- Retention and time windows need it, and nothing could add it later. Nothing finer is kept.
+    received_day DATE NOT NULL DEFAULT current_date
 );
 
 -- Counts of a part in one phase: blocks one after the other, block b taking n_experts[b] entries of counts
