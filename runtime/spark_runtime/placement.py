@@ -44,6 +44,8 @@ FULL_WEIGHT_TOKENS = 256
 PRIOR_TOKENS = 4.0
 """Worth of the uniform prior, in tokens of one full session: experts never seen stay possible, ordered by nothing."""
 
+_RESAMPLED_AT_ONCE = 2**22
+
 
 @dataclass(frozen=True, slots=True)
 class LayerSizes:
@@ -232,6 +234,9 @@ def bootstrap_interval(values: Sequence[float], *, seed: int = 0, resamples: int
     if len(data) == 1:
         return Interval(mean, 0.0, 1.0)
     rng = np.random.default_rng(seed)
-    means = data[rng.integers(0, len(data), size=(resamples, len(data)))].mean(axis=1)
+    # In blocks, so that many sessions need no more memory than few.
+    block = max(1, _RESAMPLED_AT_ONCE // len(data))
+    sizes = [min(block, resamples - start) for start in range(0, resamples, block)]
+    means = np.concatenate([data[rng.integers(0, len(data), size=(size, len(data)))].mean(axis=1) for size in sizes])
     low, high = np.quantile(means, [0.025, 0.975])
     return Interval(mean, float(low), float(high))
