@@ -17,10 +17,17 @@ SCRUBBED_NAMES = ("DO_NOT_TRACK", "NO_COLOR", "HTTP_PROXY", "HTTPS_PROXY", "ALL_
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Scrub our variables and point every XDG folder at a temporary one."""
+def clean_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, worker_id: str
+) -> None:
+    """Scrub our variables and point every XDG folder at a temporary one.
+
+    All tests share one cache, which holds nothing but what can be made again: the native library is built once a run.
+    """
     for name in list(os.environ):
         if name.startswith(SCRUBBED_PREFIXES) or name in SCRUBBED_NAMES:
             monkeypatch.delenv(name)
-    for kind in ("CONFIG", "CACHE", "STATE", "DATA"):
+    run = tmp_path_factory.getbasetemp() if worker_id == "master" else tmp_path_factory.getbasetemp().parent
+    monkeypatch.setenv("XDG_CACHE_HOME", str(run / "cache"))
+    for kind in ("CONFIG", "STATE", "DATA"):
         monkeypatch.setenv(f"XDG_{kind}_HOME", str(tmp_path / "xdg" / kind.lower()))

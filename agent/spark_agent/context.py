@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from spark_agent.config import Config, load_config
 from spark_agent.env import Environment
@@ -15,7 +16,10 @@ from spark_agent.paths import config_path, local_key_path, spool_path
 from spark_agent.service_url import normalise_service_url
 from spark_agent.spool import Spool
 
-__all__ = ["AgentContext"]
+if TYPE_CHECKING:
+    from spark_runtime.engine import Engine
+
+__all__ = ["AgentContext", "warn_about_counting"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +68,12 @@ class AgentContext:
 
         self.output.info("no model named: using the bundled demo model")
         return demo_model_path()
+
+
+def warn_about_counting(context: AgentContext, engine: Engine) -> None:
+    """Say why counting is slower than it could be on this machine."""
+    fault = engine.native_fault
+    if fault is not None:
+        context.output.warning(f"counting goes through Python and slows decoding down: {fault}")
+        if fault.hint is not None:
+            context.output.hint(fault.hint)

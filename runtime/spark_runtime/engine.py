@@ -18,10 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spark_runtime.collector import Collector
-from spark_runtime.errors import ContextFullError
+from spark_runtime.errors import ContextFullError, InstallationError
 from spark_runtime.gguf_file import read_gguf
 from spark_runtime.llama import LlamaContext, bindings
 from spark_runtime.model_shape import shape_of
+from spark_runtime.native_tap import NativeTap, native_library
 from spark_runtime.sampling import Sampling
 from spark_runtime.session_counts import SessionCounts
 from spark_runtime.tap import EvalTap
@@ -46,6 +47,8 @@ class EngineOptions:
     n_gpu_layers: int = -1
     """Layers on the GPU where llama.cpp has one; -1 is all of them."""
     count_routing: bool = True
+    native: bool = True
+    """Count in native code where it can be built, which costs next to nothing."""
 
 
 class Engine:
@@ -55,6 +58,8 @@ class Engine:
         self.shape = shape
         self.n_ctx = context.n_ctx
         self.on_gpu = on_gpu
+        self.native_fault: InstallationError | None = None
+        """Why counting goes through Python, which is slower; ``None`` when it does not."""
         self._context = context
         self._collector = collector
         self._tokens: list[int] = []
@@ -66,7 +71,7 @@ class Engine:
         model = read_gguf(path)
         shape = shape_of(model)
         collector = Collector(shape) if options.count_routing else None
-        tap = EvalTap(collector) if collector is not None else None
+        tap, native_fault = _tap_for(collector, native=options.native)
         resolved = replace(
             options,
             n_ctx=context_for(shape, options.n_ctx),
@@ -83,7 +88,9 @@ class Engine:
         )
         if tap is not None:
             _learn_graph(context, tap)
-        return cls(context, shape, collector, on_gpu=on_gpu)
+        engine = cls(context, shape, collector, on_gpu=on_gpu)
+        engine.native_fault = native_fault
+        return engine
 
     def __enter__(self) -> Self:
         return self
@@ -225,7 +232,21 @@ class Engine:
         return self._context.logits()
 
 
-def _learn_graph(context: LlamaContext, tap: EvalTap) -> None:
+def _tap_for(
+    collector: Collector | None, *, native: bool
+) -> tuple[EvalTap | NativeTap | None, InstallationError | None]:
+    """The quickest source of selections that this machine can have, and why it is not the native one."""
+    if collector is None:
+        return None, None
+    if not native:
+        return EvalTap(collector), None
+    try:
+        return NativeTap(native_library(), collector), None
+    except InstallationError as error:
+        return EvalTap(collector), error
+
+
+def _learn_graph(context: LlamaContext, tap: EvalTap | NativeTap) -> None:
     """Compute one token that nobody sees, so that the tap knows the graph before anything counts."""
     try:
         with tap.learning():

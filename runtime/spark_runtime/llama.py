@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from spark_runtime.errors import ContextFullError, DecodeError, UnsupportedModelError
 from spark_runtime.ggml import LOG_CALLBACK, complaints, ggml_base
-from spark_runtime.tap import EvalTap
+from spark_runtime.tap import Tap
 
 __all__ = ["LlamaContext", "bindings"]
 
@@ -41,7 +41,7 @@ def bindings() -> ModuleType:
 class LlamaContext:
     """One model and one context of one sequence. Not thread-safe."""
 
-    def __init__(self, path: Path, *, n_ctx: int, n_batch: int, n_threads: int, n_gpu_layers: int, tap: EvalTap | None):
+    def __init__(self, path: Path, *, n_ctx: int, n_batch: int, n_threads: int, n_gpu_layers: int, tap: Tap | None):
         """Load ``path``; raise :class:`UnsupportedModelError` with llama.cpp's own reason when it refuses."""
         self._llama = bindings()
         self._tap = tap  # the context calls into it until it is freed
@@ -74,6 +74,7 @@ class LlamaContext:
         params.no_perf = True
         if self._tap is not None:
             params.cb_eval = ctypes.cast(self._tap.callback, type(params.cb_eval))
+            params.cb_eval_user_data = self._tap.user_data
         with complaints() as log:
             self._context = self._llama.llama_init_from_model(self._model, params)
         if not self._context:

@@ -7,14 +7,17 @@ Where the callback looks, llama.cpp cuts its graph, and kernels that it would fu
 rounding: a CUDA build fuses a layer's up and gate multiplications with their activation. So the cut is made just
 before a layer's first multiplication with experts, where nothing is fused: its predecessor is asked for, and the ids
 are read when the multiplication itself is announced. Which node precedes it is learned from the graph, by name.
+
+This is the form in Python, for machines without a C++ compiler; ``native_tap`` is the quick one.
 """
 
 from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +26,7 @@ from spark_runtime.collector import Collector
 from spark_runtime.errors import RoutingReadError
 from spark_runtime.ggml import GgmlTensor, ggml_base, op_number
 
-__all__ = ["EvalTap"]
+__all__ = ["EVAL_CALLBACK", "EvalTap", "Tap", "malformed_ids"]
 
 EVAL_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_bool, ctypes.c_void_p)
 _EXPERT_WEIGHTS = re.compile(rb"^blk\.(\d+)\.ffn_(up|gate|gate_up|down)_exps\.weight$")
@@ -31,6 +34,29 @@ _OP_OFFSET = GgmlTensor.op.offset
 _NAME_OFFSET = GgmlTensor.name.offset
 _NAME = ctypes.c_char * GgmlTensor.name.size
 _INT32_TYPE, _INT32_BYTES = 26, 4
+
+
+class Tap(Protocol):
+    """What a context needs of a source of selections."""
+
+    @property
+    def callback(self) -> Any:
+        """A C function for ``llama_context_params.cb_eval``."""
+
+    @property
+    def user_data(self) -> int | None:
+        """What it is given with each call."""
+
+    def check(self) -> None:
+        """End a decode call: everything it selected has been handed on, or what went wrong is raised."""
+
+
+def malformed_ids(extent: Sequence[int], strides: Sequence[int]) -> RoutingReadError:
+    """The error for ids that are not rows of int32: extents in elements, strides in bytes, fastest dimension first."""
+    return RoutingReadError(
+        f"selected ids have extent {list(extent)} and strides {list(strides)}, expected rows of int32",
+        "report this model's architecture: its experts are not read correctly",
+    )
 
 
 class EvalTap:
@@ -43,6 +69,7 @@ class EvalTap:
 
     def __init__(self, collector: Collector) -> None:
         self.callback = EVAL_CALLBACK(self._call)
+        self.user_data: int | None = None
         self._collector = collector
         self._mul_mat_id = op_number("MUL_MAT_ID")
         self._read = ggml_base().ggml_backend_tensor_get
@@ -148,10 +175,7 @@ class EvalTap:
             return np.empty((0, top_k), dtype=np.int64)
         strided = tensor.type == _INT32_TYPE and span == (n_tokens - 1) * row + top_k * _INT32_BYTES
         if not strided or tensor.ne[2] != 1 or tensor.ne[3] != 1:
-            raise RoutingReadError(
-                f"selected ids have extent {list(tensor.ne)} and strides {list(tensor.nb)}, expected rows of int32",
-                "report this model's architecture: its experts are not read correctly",
-            )
+            raise malformed_ids(tensor.ne, tensor.nb)
         raw = np.empty(span // _INT32_BYTES, dtype=np.int32)
         self._read(address, raw.ctypes.data, 0, span)
         rows = np.lib.stride_tricks.as_strided(raw, (n_tokens, top_k), (row, _INT32_BYTES))

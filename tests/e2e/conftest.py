@@ -22,7 +22,7 @@ class Machine:
 
     def __init__(self, home: Path) -> None:
         self.home = home
-        folders = {f"XDG_{kind.upper()}_HOME": str(home / kind) for kind in ("config", "cache", "state", "data")}
+        folders = {f"XDG_{kind.upper()}_HOME": str(home / kind) for kind in ("config", "state", "data")}
         self.environment: dict[str, str] = dict(os.environ) | folders | {"SPARKMOE_TEAM_KEY": "5e" * 32}
 
     def command(self, module: str, *arguments: str) -> list[str]:

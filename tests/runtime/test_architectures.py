@@ -226,6 +226,7 @@ class RouterTap:
 
     def __init__(self) -> None:
         self.callback = EVAL_CALLBACK(self._call)
+        self.user_data = None
         self.chosen: defaultdict[int, list[int]] = defaultdict(list)
         self.seen: set[int] = set()
         """Blocks of this call: a second mixture in a block has other experts, chosen by the first one's router."""
@@ -253,9 +254,9 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return write_architecture(tmp_path / f"{name}.gguf", name, OTHERS.get(name, {}))
 
 
-def run(path: Path, *, count: bool) -> tuple[SessionCounts, list[np.ndarray]]:
+def run(path: Path, *, count: bool, native: bool = False) -> tuple[SessionCounts, list[np.ndarray]]:
     """A prompt, some generated tokens, some known ones, and a prompt that shares its beginning."""
-    options = EngineOptions(n_ctx=N_CTX, n_batch=N_BATCH, n_threads=1, count_routing=count)
+    options = EngineOptions(n_ctx=N_CTX, n_batch=N_BATCH, n_threads=1, count_routing=count, native=native)
     with Engine.load(path, options) as engine:
         session = SessionCounts(engine.shape)
         with engine.counting(session):
@@ -268,13 +269,15 @@ def run(path: Path, *, count: bool) -> tuple[SessionCounts, list[np.ndarray]]:
 
 
 def test_counting_holds_every_invariant_and_changes_no_bit(model: Path) -> None:
-    session, counted = run(model, count=True)
-    histogram = session.to_histogram("ab" * 32, "test")
-    assert histogram is not None
-    check_session(histogram, session.shape)
     _, plain = run(model, count=False)
     assert not any(np.isnan(logits).any() for logits in plain)
-    assert [logits.tobytes() for logits in counted] == [logits.tobytes() for logits in plain]
+    histograms = []
+    for native in (True, False):
+        session, counted = run(model, count=True, native=native)
+        histograms.append(session.to_histogram("ab" * 32, "test"))
+        assert [logits.tobytes() for logits in counted] == [logits.tobytes() for logits in plain]
+    assert histograms[0] == histograms[1] is not None
+    check_session(histograms[0], session.shape)
 
 
 def test_counts_are_what_the_routers_chose(model: Path) -> None:

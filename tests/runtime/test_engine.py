@@ -28,9 +28,16 @@ TEXT = "def mean(values):\n    return sum(values) / len(values)\n\n\nclass Reade
 SESSION = "ab" * 32
 
 
+@pytest.fixture(params=[True, False], ids=["native", "python"])
+def native(request: pytest.FixtureRequest) -> bool:
+    """Both ways of counting do the same."""
+    return request.param
+
+
 @pytest.fixture
-def engine(demo_model: Path) -> Iterator[Engine]:
-    with Engine.load(demo_model, EngineOptions(n_ctx=256, n_batch=32, n_threads=1)) as loaded:
+def engine(demo_model: Path, native: bool) -> Iterator[Engine]:
+    with Engine.load(demo_model, EngineOptions(n_ctx=256, n_batch=32, n_threads=1, native=native)) as loaded:
+        assert loaded.native_fault is None
         yield loaded
 
 
@@ -79,6 +86,7 @@ class RouterProbe:
         self.strides: set[tuple[int, int]] = set()
         self._tap = tap
         self.callback = EVAL_CALLBACK(self._call)
+        self.user_data = None
         self.check = tap.check
 
     def _call(self, address: int, ask: bool, data: int | None) -> bool:
@@ -152,33 +160,38 @@ def selections_of(path: Path, batches: list[list[int]]) -> tuple[dict[int, list[
     ],
     ids=["qwen3moe", "one-block", "mixtral-like", "dots1"],
 )
-def test_the_graph_is_never_cut_among_experts(models, spec, case: dict[str, object]) -> None:
+def test_the_graph_is_never_cut_among_experts(models, spec, case: dict[str, object], native: bool) -> None:
     """Fused kernels stay whole: every layer is read once a call, at a node before its first multiplication."""
-    with Engine.load(models.write(spec(**case)), EngineOptions(n_ctx=128, n_batch=16, n_threads=1)) as engine:
-        tap = engine._context._tap
-        assert tap is not None
-        real, cuts = tap._call, []
-
-        def spy(address: int, ask: bool, data: int | None) -> bool:
-            answer = real(address, ask, data)
-            if ask and answer:
-                tensor = GgmlTensor.from_address(address)
-                cuts.append((ggml_base().ggml_op_name(tensor.op), tensor.name))
-            return answer
-
-        spied = EVAL_CALLBACK(spy)
-        tap.callback = spied
-        context = LlamaContext(
-            models.folder / "model.gguf", n_ctx=128, n_batch=16, n_threads=1, n_gpu_layers=0, tap=tap
-        )
-        engine._collector.begin()
+    path = models.write(spec(**case))
+    with Engine.load(path, EngineOptions(n_ctx=128, n_batch=16, n_threads=1, native=native)) as engine:
+        spy = CutSpy(engine._context._tap)
+        context = LlamaContext(path, n_ctx=128, n_batch=16, n_threads=1, n_gpu_layers=0, tap=spy)
         for calls, tokens in enumerate(([3, 5, 7], [11], [2] * 16), start=1):
             context.decode(tokens, 0, all_outputs=False)
             context.forget_all()
-            assert len(cuts) == calls * len(engine.shape.layers)
+            assert len(spy.cuts) == calls * len(engine.shape.layers)
         context.close()
-        assert not any(op == b"MUL_MAT_ID" for op, _ in cuts)
-        assert len(set(cuts)) == len(engine.shape.layers)
+    assert not any(op == b"MUL_MAT_ID" for op, _ in spy.cuts)
+    assert len(set(spy.cuts)) == len(engine.shape.layers)
+
+
+class CutSpy:
+    """Passes every call on to a tap, and notes where it asks for a cut."""
+
+    def __init__(self, tap) -> None:
+        self.cuts: list[tuple[bytes, bytes]] = []
+        self.check = tap.check
+        self.callback = EVAL_CALLBACK(self._call)
+        self.user_data = None
+        self._real = EVAL_CALLBACK(ctypes.cast(tap.callback, ctypes.c_void_p).value)
+        self._data = tap.user_data
+
+    def _call(self, address: int, ask: bool, _data: int | None) -> bool:
+        answer = self._real(address, ask, self._data)
+        if ask and answer:
+            tensor = GgmlTensor.from_address(address)
+            self.cuts.append((ggml_base().ggml_op_name(tensor.op), tensor.name))
+        return answer
 
 
 def test_tensor_layout_matches_the_librarys_accessors(demo_model: Path) -> None:
@@ -187,6 +200,7 @@ def test_tensor_layout_matches_the_librarys_accessors(demo_model: Path) -> None:
     class Checker:
         def __init__(self) -> None:
             self.callback = EVAL_CALLBACK(self._call)
+            self.user_data = None
 
         def check(self) -> None:
             pass
@@ -221,20 +235,18 @@ def test_impossible_selections_stop_the_call_and_leave_no_counts(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = SessionCounts(engine.shape)
-    tap = engine._context._tap
-    assert tap is not None
-    real = tap._ids
+    real = engine._collector.observe
 
-    def broken(address: int) -> np.ndarray:
-        return real(address) + 1000
+    def broken(block: int, ids: np.ndarray) -> None:
+        real(block, ids + 1000)
 
     with engine.counting(session):
-        monkeypatch.setattr(tap, "_ids", broken)
+        monkeypatch.setattr(engine._collector, "observe", broken)
         with pytest.raises(RoutingReadError, match="expected 0 to 63"):
             engine.prompt(engine.tokenize(TEXT))
         assert session.tokens_total == 0
         assert engine.n_past == 0
-        monkeypatch.setattr(tap, "_ids", real)
+        monkeypatch.setattr(engine._collector, "observe", real)
         engine.prompt(engine.tokenize(TEXT))
     assert session.tokens["prefill"] > 0
 

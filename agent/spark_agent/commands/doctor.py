@@ -33,11 +33,15 @@ def doctor_command(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Check this machine: versions, model, spool, service, consent. Exit code 1 if something must be mended."""
+    """Check this machine: versions, native code, model, spool, service, consent.
+
+    Exit code 1 if something must be mended.
+    """
     context = AgentContext.create(json_mode=json)
     checks = [
         _Check("spark", "ok", f"{__version__}, Python {platform.python_version()}"),
         _run("llama-cpp-python", "fail", _llama),
+        _run("native", "warn", _native),
         _run("model", "fail", lambda: _model(context.model_path(model))),
         _run("spool", "fail", lambda: _spool(context)),
         _run("service", "warn", lambda: _service(context)),
@@ -63,6 +67,15 @@ def _llama() -> str:
 
     gpu = "with GPU offload" if bindings().llama_supports_gpu_offload() else "CPU only"
     return f"{LLAMA_CPP_PYTHON_VERSION}, {gpu}"
+
+
+def _native() -> str:
+    from spark_runtime.native.build import library_path
+    from spark_runtime.native_tap import native_library
+
+    native_library()
+    _, stamp = library_path()
+    return f"counting in native code, built as {stamp}"
 
 
 def _model(path: Path) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from spark_agent.context import AgentContext
+from spark_agent.context import AgentContext, warn_about_counting
 from spark_agent.errors import SparkError, UsageError
 from spark_agent.interrupts import interrupts_at_checks
 from spark_agent.transcripts import Skipped, Transcript, read_transcripts
@@ -123,6 +123,7 @@ def _record(
         context.output.progress("recording sessions", len(work) if isinstance(work, list) else None) as advance,
         interrupts_at_checks() as check_interrupt,
     ):
+        warn_about_counting(context, engine)
         hash_of = _session_hashes(context, demo=demo)
         chat = ChatFormat(engine)
         for workload, item in work:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from spark_agent.context import AgentContext
+from spark_agent.context import AgentContext, warn_about_counting
 from spark_agent.errors import RefusedError, SparkError
 from spark_agent.sizes import format_size
 from spark_agent.workload_name import check_workload_name
@@ -52,6 +52,7 @@ def run_command(
     ):
         key = context.session_key()
         with Engine.load(path, EngineOptions(n_ctx=ctx, n_threads=threads)) as engine:
+            warn_about_counting(context, engine)
             start = _start_object(context, path, engine, placement, spool.stats().pending)
             serve(
                 context,

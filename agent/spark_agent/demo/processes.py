@@ -26,7 +26,8 @@ class Sandbox:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("SPARKMOE_")}
         # Nothing is tracked: the demo's service is this machine's own, in this folder.
         kept.pop("DO_NOT_TRACK", None)
-        folders = {f"XDG_{kind.upper()}_HOME": str(home / kind) for kind in ("config", "cache", "state", "data")}
+        # The cache stays the person's: it only holds what any of their runs would build again.
+        folders = {f"XDG_{kind.upper()}_HOME": str(home / kind) for kind in ("config", "state", "data")}
         self.environment: dict[str, str] = kept | folders | {"SPARKMOE_TEAM_KEY": team_key.hex()}
 
     def run(self, module: str, *arguments: str, watch: bool = False) -> dict[str, Any]:

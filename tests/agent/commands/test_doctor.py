@@ -25,12 +25,27 @@ def test_a_machine_without_a_service_is_well(agent_cli):
     result = agent_cli("doctor", "--json")
     assert result.code == 0
     checks = checks_of(result)
-    assert list(checks) == ["spark", "llama-cpp-python", "model", "spool", "service", "consent"]
+    assert list(checks) == ["spark", "llama-cpp-python", "native", "model", "spool", "service", "consent"]
+    assert checks["native"]["status"] == "ok"
     assert "mf1-" in checks["model"]["value"]
     assert checks["service"]["status"] == "warn"
     assert "spark-service run" in checks["service"]["fix"]
     assert (checks["consent"]["status"], checks["consent"]["value"]) == ("warn", "never asked")
     assert agent_cli("doctor").out.count("\nok") >= 2
+
+
+def test_a_machine_without_a_compiler_is_told_what_it_costs(agent_cli, monkeypatch):
+    from spark_runtime.native_tap import native_library
+
+    native_library.cache_clear()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    result = agent_cli("doctor", "--json")
+    native_library.cache_clear()
+    assert result.code == 0
+    check = checks_of(result)["native"]
+    assert check["status"] == "warn"
+    assert "no C++ compiler" in check["reason"]
+    assert "g++" in check["fix"]
 
 
 def test_a_service_that_answers(agent_cli, service, make_reply, monkeypatch):
