@@ -13,7 +13,7 @@ import typer
 
 from spark_agent.env import Environment
 
-__all__ = ["Fault", "Output", "report_fault", "run_app"]
+__all__ = ["Fault", "Output", "counted", "report_fault", "run_app"]
 
 _STYLES = {"error": "31;1", "warning": "33", "hint": "36"}
 INTERRUPTED = 130
@@ -119,6 +119,11 @@ class Output:
     @property
     def _color(self) -> bool:
         return sys.stderr.isatty() and not self._environment.no_color and os.environ.get("TERM") != "dumb"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, in the plural unless it is one."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def report_fault(fault: BaseException) -> int:

@@ -11,7 +11,7 @@ import typer
 
 from spark_agent.env import Environment
 from spark_agent.errors import RefusedError, SparkError, UsageError
-from spark_agent.output import Output, report_fault, run_app
+from spark_agent.output import Output, counted, report_fault, run_app
 
 
 def test_data_to_stdout_the_rest_to_stderr(capsys):
@@ -140,7 +140,7 @@ def test_a_bug_keeps_its_traceback():
 
 ENDLESS = """
 import typer
-from spark_agent.output import run_app, Output
+from spark_agent.output import run_app, Output, counted
 app = typer.Typer()
 @app.command()
 def lines():
@@ -162,7 +162,7 @@ def test_a_reader_that_goes_away_is_no_error():
 
 
 TALK = """
-from spark_agent.output import Output
+from spark_agent.output import Output, counted
 out = Output()
 with out.progress("Counting", total=2) as advance:
     advance(1)
@@ -195,3 +195,8 @@ def test_a_terminal_gets_colour_and_progress_unless_refused():
     shown = on_a_terminal(TALK, NO_COLOR="1", SPARKMOE_NO_PROGRESS="1")
     assert shown == "warning: old\r\n"
     assert "\x1b[33m" not in on_a_terminal(TALK, TERM="dumb")
+
+
+@pytest.mark.parametrize(("number", "text"), [(0, "0 sessions"), (1, "1 session"), (2, "2 sessions")])
+def test_numbers_agree_with_their_nouns(number: int, text: str) -> None:
+    assert counted(number, "session") == text

@@ -12,7 +12,7 @@ import typer
 
 from spark_agent import __version__
 from spark_agent.context import AgentContext
-from spark_agent.output import Fault
+from spark_agent.output import Fault, counted
 from spark_agent.sizes import format_size
 
 __all__ = ["doctor_command"]
@@ -98,7 +98,7 @@ def _spool(context: AgentContext) -> str:
 def _service(context: AgentContext) -> str:
     with context.client() as client:
         count = len(client.profiles().profiles)
-        return f"{client.base_url}: {count} profiles"
+        return f"{client.base_url}: {counted(count, 'profile')}"
 
 
 def _consent(context: AgentContext) -> _Check:

@@ -9,7 +9,7 @@ import typer
 
 from spark_agent.context import AgentContext
 from spark_agent.errors import UsageError
-from spark_agent.output import Output
+from spark_agent.output import Output, counted
 from spark_agent.sizes import format_size, parse_size
 from spark_agent.workload_name import check_workload_name
 from spark_schemas.ids import MAX_COUNT, Phase
@@ -124,7 +124,7 @@ def _print_manifest(output: Output, manifest: PlacementManifest) -> None:
             f"expected cold-hit rate if never adapted: {rate.cold_hit_rate:.1%} "
             f"({rate.low:.1%} to {rate.high:.1%}); first experts instead of these: {rate.uniform_cold_hit_rate:.1%}"
         )
-    output.info(f"from {manifest.n_calibration} sessions, judged on {manifest.n_held_out} others")
+    output.info(f"from {counted(manifest.n_calibration, 'session')}, judged on {counted(manifest.n_held_out, 'other')}")
     output.info(f"verdict: {manifest.verdict or 'none yet'}: {manifest.verdict_reason}")
 
 
@@ -190,7 +190,9 @@ def show_command(
         },
         lambda: context.output.table(["resident", *policies], rows),
     )
-    context.output.info(f"from {profile.n_calibration} sessions, judged on {profile.n_held_out} others")
+    context.output.info(
+        f"from {counted(profile.n_calibration, 'session')}, judged on {counted(profile.n_held_out, 'other')}"
+    )
     context.output.info(f"verdict: {profile.verdict or 'none yet'}: {profile.verdict_reason}")
 
 

@@ -13,6 +13,7 @@ import typer
 from spark_agent.context import AgentContext, warn_about_counting
 from spark_agent.errors import SparkError, UsageError
 from spark_agent.interrupts import interrupts_at_checks
+from spark_agent.output import counted
 from spark_agent.transcripts import Skipped, Transcript, read_transcripts
 from spark_agent.workload_name import check_workload_name
 
@@ -52,7 +53,9 @@ def record_command(
     try:
         _record(context, path, work, report, trace=trace, max_tokens=max_tokens, ctx=ctx, threads=threads, demo=demo)
     except KeyboardInterrupt:
-        context.output.info(f"{report.sessions} sessions are kept in the spool" + (", but no trace" if trace else ""))
+        context.output.info(
+            f"kept in the spool: {counted(report.sessions, 'session')}" + (", but no trace" if trace else "")
+        )
         raise
     _warn_about(context, report)
     if not report.sessions:
@@ -68,7 +71,7 @@ def record_command(
             "skipped": report.skipped,
             "workloads": report.workloads,
         },
-        f"recorded {report.sessions} sessions ({summary}): {report.tokens_prefill} prefill and "
+        f"recorded {counted(report.sessions, 'session')} ({summary}): {report.tokens_prefill} prefill and "
         f"{report.tokens_decode} decode tokens; {report.known} were known already",
     )
 

@@ -9,6 +9,7 @@ import typer
 
 from spark_agent.context import AgentContext, warn_about_counting
 from spark_agent.errors import RefusedError, SparkError
+from spark_agent.output import counted
 from spark_agent.sizes import format_size
 from spark_agent.workload_name import check_workload_name
 
@@ -147,5 +148,5 @@ def _describe(start: dict[str, Any]) -> str:
             "though this version keeps every expert resident"
         )
     allowed = "on" if upload["allowed"] else "off: see spark-agent upload status"
-    lines.append(f"uploads   {allowed}; {upload['pending']} histograms waiting")
+    lines.append(f"uploads   {allowed}; {counted(upload['pending'], 'histogram')} waiting")
     return "\n".join(lines)

@@ -9,6 +9,7 @@ import typer
 from spark_agent.config import save_config
 from spark_agent.context import AgentContext
 from spark_agent.errors import SparkError, UsageError
+from spark_agent.output import counted
 from spark_agent.paths import config_path
 from spark_agent.privacy import MINIMUM_TOKENS
 
@@ -152,7 +153,7 @@ def purge_command(
             question = f"Delete {stats.pending} waiting and {stats.rejected} rejected histograms?"
             yes = typer.confirm(question, default=False, err=True)
         count = spool.purge() if yes else 0
-    context.output.info(f"deleted {count} histograms; what was uploaded before is with the service")
+    context.output.info(f"deleted {counted(count, 'histogram')}; what was uploaded before is with the service")
     if json:
         _report_status(context)
 
@@ -165,7 +166,7 @@ def _report_status(context: AgentContext, service: str | None = None) -> None:
     consent = context.config.consent
     state = "never asked" if consent is None else "granted" if consent.granted else "refused"
     lines = [
-        f"pending   {stats.pending} histograms, {stats.bytes} bytes",
+        f"pending   {counted(stats.pending, 'histogram')}, {stats.bytes} bytes",
         f"rejected  {stats.rejected}",
         f"dropped   {stats.dropped} (the spool was full)",
         f"consent   {state}" + (f" for {consent.service_url} on {consent.at:%Y-%m-%d}" if consent else ""),

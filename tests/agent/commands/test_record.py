@@ -218,6 +218,6 @@ def test_ctrl_c_keeps_what_was_recorded(tmp_path, kept, monkeypatch):
             process.kill()
     assert process.returncode == 130, err
     assert out == ""
-    assert err.splitlines()[-2:] == ["1 sessions are kept in the spool", "interrupted"]
+    assert err.splitlines()[-2:] == ["kept in the spool: 1 session", "interrupted"]
     assert "Exception ignored" not in err
     assert len(kept()) == 1
