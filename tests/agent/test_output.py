@@ -140,7 +140,7 @@ def test_a_bug_keeps_its_traceback():
 
 ENDLESS = """
 import typer
-from spark_agent.output import run_app, Output, counted
+from spark_agent.output import run_app, Output
 app = typer.Typer()
 @app.command()
 def lines():
@@ -162,7 +162,7 @@ def test_a_reader_that_goes_away_is_no_error():
 
 
 TALK = """
-from spark_agent.output import Output, counted
+from spark_agent.output import Output
 out = Output()
 with out.progress("Counting", total=2) as advance:
     advance(1)
