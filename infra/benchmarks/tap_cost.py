@@ -1,4 +1,5 @@
-"""What counting through the evaluation callback costs: the same prompt and greedy tokens with and without it.
+"""What counting through the evaluation callback costs: the same prompt and greedy tokens without it, in
+native code, and in Python.
 
 Usage: tap_cost.py [MODEL.gguf …] [--out FILE]. Variants alternate in one process, the median of the runs is reported,
 and the hash over the logits of every generated token must be one for all of them.
@@ -11,6 +12,7 @@ import os
 import platform
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from report import parser_of, report
@@ -41,23 +43,26 @@ def measure(engine: Engine, tokens: list[int], counting: bool) -> tuple[float, f
 
 def compare(path: Path, threads: int) -> dict[str, object]:
     """One model's row."""
+    options = EngineOptions(n_threads=threads, n_ctx=1024)
     engines = {
-        counting: Engine.load(path, EngineOptions(n_threads=threads, n_ctx=1024, count_routing=counting))
-        for counting in (False, True)
+        "plain": Engine.load(path, replace(options, count_routing=False)),
+        "native": Engine.load(path, options),
+        "python": Engine.load(path, replace(options, native=False)),
     }
-    rates: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+    if (fault := engines["native"].native_fault) is not None:
+        raise SystemExit(f"error: {fault}")
+    rates: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
     hashes: set[str] = set()
     for _ in range(RUNS):
-        for counting, engine in engines.items():
+        for name, engine in engines.items():
             tokens = engine.tokenize(Path(__file__).read_text())[:PROMPT_TOKENS]
-            prefill, decode, digest = measure(engine, tokens, counting)
-            rates[counting].append((prefill, decode))
+            prefill, decode, digest = measure(engine, tokens, name != "plain")
+            rates[name].append((prefill, decode))
             hashes.add(digest)
     row: dict[str, object] = {"model": path.name, "threads": threads, "logits_identical": len(hashes) == 1}
-    for counting, name in ((False, "plain"), (True, "counting")):
-        row[f"{name}_prefill_tok_s"] = round(statistics.median(prefill for prefill, _ in rates[counting]))
-        row[f"{name}_decode_tok_s"] = round(statistics.median(decode for _, decode in rates[counting]))
-    for engine in engines.values():
+    for name, engine in engines.items():
+        row[f"{name}_prefill_tok_s"] = round(statistics.median(prefill for prefill, _ in rates[name]))
+        row[f"{name}_decode_tok_s"] = round(statistics.median(decode for _, decode in rates[name]))
         engine.close()
     return row
 

@@ -57,12 +57,10 @@ class Collector:
             self.begin()
             return
         ids = []
-        last = len(self.shape.layers) - 1
-        for index, (layer, parts) in enumerate(zip(self.shape.layers, self._pending, strict=True)):
+        for layer, parts in zip(self.shape.layers, self._pending, strict=True):
             selected = np.concatenate(parts) if parts else np.empty((0, layer.top_k), dtype=np.int64)
-            # llama.cpp drops rows that need no output before the last block's experts.
-            complete = len(selected) == n_tokens or (index == last and phase == "prefill" and len(selected) < n_tokens)
-            if not complete:
+            fewer = len(selected) < n_tokens and phase == "prefill" and self.shape.may_route_fewer(layer)
+            if len(selected) != n_tokens and not fewer:
                 raise RoutingReadError(
                     f"block {layer.block} routed {len(selected)} tokens, expected {n_tokens}: counting stopped",
                     "report this model's architecture: its experts are not read correctly",

@@ -54,11 +54,19 @@ class EngineOptions:
 class Engine:
     """A model that generates and counts its routing. Not thread-safe: one caller at a time."""
 
-    def __init__(self, context: LlamaContext, shape: ModelShape, collector: Collector | None, *, on_gpu: bool) -> None:
+    def __init__(
+        self,
+        context: LlamaContext,
+        shape: ModelShape,
+        collector: Collector | None,
+        *,
+        on_gpu: bool,
+        native_fault: InstallationError | None,
+    ) -> None:
         self.shape = shape
         self.n_ctx = context.n_ctx
         self.on_gpu = on_gpu
-        self.native_fault: InstallationError | None = None
+        self.native_fault = native_fault
         """Why counting goes through Python, which is slower; ``None`` when it does not."""
         self._context = context
         self._collector = collector
@@ -88,9 +96,7 @@ class Engine:
         )
         if tap is not None:
             _learn_graph(context, tap)
-        engine = cls(context, shape, collector, on_gpu=on_gpu)
-        engine.native_fault = native_fault
-        return engine
+        return cls(context, shape, collector, on_gpu=on_gpu, native_fault=native_fault)
 
     def __enter__(self) -> Self:
         return self

@@ -62,7 +62,7 @@ def _check_phase(phase: PhaseHistogram, model: ModelShape, field: str, *, last_m
         raise InvariantError(f"{field}.tokens", "0", "at least 1, or the phase left out")
     for index, (part, layer) in enumerate(zip(phase.layers, model.layers, strict=True)):
         where = f"{field}.layers[{index}]"
-        fewer_allowed = last_may_route_fewer and layer.block == model.n_blocks - 1
+        fewer_allowed = last_may_route_fewer and model.may_route_fewer(layer)
         if part.tokens > phase.tokens or (part.tokens < phase.tokens and not fewer_allowed):
             bound = "at most" if fewer_allowed else "exactly"
             raise InvariantError(f"{where}.tokens", str(part.tokens), f"{bound} the phase's {phase.tokens}")

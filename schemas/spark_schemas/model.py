@@ -70,6 +70,13 @@ class ModelShape(Schema):
         """Bytes that a context of ``n_ctx`` tokens takes: keys and values, and states."""
         return n_ctx * self.kv_bytes_per_token + self.state_bytes
 
+    def may_route_fewer(self, layer: ExpertLayer) -> bool:
+        """Whether a layer may route fewer tokens than a prefill has.
+
+        llama.cpp drops rows that need no output before the experts of a model's last block, and of no other.
+        """
+        return layer.block == self.n_blocks - 1
+
     @property
     def expert_bytes_total(self) -> int:
         """Bytes of all routed experts."""

@@ -29,7 +29,9 @@ def run_command(
     workload: Annotated[str, typer.Option(help="Workload that served sessions are counted under.")] = "unlabelled",
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option("--port", "-p", min=0, max=65535, help="Port; 0: any free one.")] = None,
-    ctx: Annotated[int, typer.Option(min=0, help="Context, tokens; 0: as trained, at most 8192.")] = 0,
+    ctx: Annotated[
+        int, typer.Option(min=0, help="Context, tokens; 0: the manifest's, else as trained, at most 8192.")
+    ] = 0,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: all this process may use.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print the start-up object as JSON.")] = False,
 ) -> None:
@@ -46,6 +48,12 @@ def run_command(
     placement = _load_placement(manifest, shape)
     if placement is not None:
         check_manifest(placement, shape)
+        if ctx > placement.n_ctx:
+            context.output.warning(
+                f"the manifest was planned for a context of {placement.n_ctx} tokens; {ctx} need "
+                f"{format_size(shape.context_bytes(ctx) - shape.context_bytes(placement.n_ctx))} more than it counted"
+            )
+        ctx = ctx or placement.n_ctx
     address = host if host is not None else context.environment.host
     with (
         bind(address, context.environment.port if port is None else port) as listener,

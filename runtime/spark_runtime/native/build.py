@@ -24,7 +24,7 @@ __all__ = ["LIBRARY_NAME", "library_path"]
 
 LIBRARY_NAME = "libspark-native.so"
 SOURCES = ("ggml_layout.h", "tap.cpp")
-FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=default", "-Wall", "-Wextra")
+FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-Wall", "-Wextra")
 _COMPILERS = ("c++", "g++", "clang++")
 _COMPILE_S = 120
 _SHOWN_LINES = 12

@@ -57,8 +57,9 @@ def manifest(make_manifest):
 
 def test_the_start_up_object_and_a_manifest(manifest, tmp_path):
     path = tmp_path / "manifest.json"
-    path.write_text(manifest.model_dump_json())
+    path.write_text(manifest.model_copy(update={"n_ctx": 512}).model_dump_json())
     with running("--manifest", path) as (process, start):
+        assert start["n_ctx"] == 512, "the context that the manifest was planned for"
         assert list(start) == ["base_url", "model", "fingerprint", "n_ctx", "tiers", "manifest", "upload"]
         assert start["fingerprint"] == manifest.fingerprint
         assert start["tiers"]["expert_bytes"] > 0
@@ -167,6 +168,17 @@ def test_manifests_that_are_not_there(agent_cli, tmp_path):
     agent_cli("run", "-p", 0, "--manifest", tmp_path / "absent.json").failed(1, "absent.json")
     agent_cli("run", "-p", 0, "--manifest", "review").failed(1, "'review'", "spark pull-profile review")
     agent_cli("run", "-p", 0, "--manifest", "Not A Name").failed(2, "--manifest")
+
+
+def test_a_longer_context_than_the_manifest_was_planned_for(agent_cli, manifest, tmp_path):
+    path = tmp_path / "manifest.json"
+    path.write_text(manifest.model_copy(update={"n_ctx": 512}).model_dump_json())
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        # 512 more tokens of 2,048 bytes each; the port ends it after the warning.
+        agent_cli("run", "-p", port, "--manifest", path, "--ctx", 1024).failed(1, "512 tokens; 1024 need 1.0 MiB more")
+        within = agent_cli("run", "-p", port, "--manifest", path, "--ctx", 256)
+        assert "planned for" not in within.err
 
 
 def test_a_pulled_manifest_is_found_by_name(agent_cli, manifest, monkeypatch, tmp_path):
