@@ -10,9 +10,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from spark_agent.errors import SparkError
 from spark_agent.files import replacing
+from spark_agent.paths import manifests_dir
+from spark_agent.workload_name import check_workload_name
 from spark_schemas.manifest import PlacementManifest
 
-__all__ = ["ManifestStore", "PullKey", "load_manifest", "save_manifest"]
+__all__ = ["ManifestStore", "PullKey", "find_manifest", "load_manifest", "save_manifest"]
 
 _OWN_MODE = 0o600
 _SHARED_MODE = 0o644
@@ -63,6 +65,21 @@ def load_manifest(path: Path) -> PlacementManifest:
 def save_manifest(path: Path, manifest: PlacementManifest) -> None:
     """Write a manifest for people and other machines to read; raise :class:`SparkError` when it cannot be written."""
     _write(path, manifest.model_dump_json(indent=1), _SHARED_MODE)
+
+
+def find_manifest(named: str, fingerprint: str) -> PlacementManifest:
+    """The manifest in a file, or the one that was pulled under a workload's name for a model.
+
+    Raises :class:`SparkError` when there is none, :class:`UsageError` for a name that no workload can have.
+    """
+    file = Path(named)
+    if file.is_file() or file.suffix or file.name != named:
+        return load_manifest(file)
+    check_workload_name(named, option="--manifest")
+    found = ManifestStore(manifests_dir()).get(fingerprint, named)
+    if found is None:
+        raise SparkError(f"no profile {named!r} was pulled for this model", f"spark pull-profile {named}")
+    return found
 
 
 class ManifestStore:

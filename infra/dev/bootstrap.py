@@ -3,7 +3,7 @@
 The environment is made in three steps, each with a key over what it depends on:
 
     environment  the venv with every locked package   (Python, the lock, the venv's place)
-    llama        llama-cpp-python from the wheel cache (see llama_wheel.py)
+    llama        llama-cpp-python from the wheel cache (see llama_wheel.py), with llama.cpp's headers
     project      this project, editable               (pyproject.toml, the clone's place)
 
 A step's key is written to a stamp file in the venv after the step, and removed, with those of the later steps, before
@@ -32,6 +32,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 
+from llama_headers import HEADERS, PLACE, place_headers
 from llama_wheel import LlamaWheel
 from setup_console import SetupError, StepReader, clear_folder, exclusive, run_logged, say
 
@@ -67,7 +68,7 @@ def wanted_keys(root: Path, venv: Path, wheel_key: str, python: str) -> dict[str
     # The places are in the keys because both are written into the venv: a copied clone must not run the original's.
     return {
         "environment": digest(python, str(venv), lock),
-        "llama": wheel_key,
+        "llama": digest(wheel_key, PLACE, *HEADERS),
         "project": digest(str(root), project),
     }
 
@@ -196,12 +197,14 @@ class Setup:
 
     def _make_llama(self) -> None:
         wheel = self._wheel.build(Path(self._python), self._environment, self._lock_descriptor)
+        headers = self._wheel.headers(Path(self._python), self._environment, self._lock_descriptor)
         self._pip("installing llama-cpp-python", "--no-deps", "--no-index", "--force-reinstall", str(wheel))
         try:
             self._run("loading llama-cpp-python", self._python, "-c", "import llama_cpp")
         except SetupError as error:
             error.hint = f"remove {wheel.parent} so that it is built again, then run the same command again"
             raise
+        place_headers(headers, self._venv)
 
     def _make_project(self) -> None:
         arguments = ("--no-deps", "--no-index", "--no-build-isolation", "--force-reinstall", "-e", str(self._root))

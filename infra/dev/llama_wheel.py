@@ -1,7 +1,8 @@
 """llama-cpp-python, built once from its locked source archive and kept in a cache outside the clone.
 
-The cache is `$XDG_CACHE_HOME/spark/wheels/<key>/`. The key covers everything that decides what the build makes, the
-processor's features included, because ggml compiles for the processor that it is built on.
+The cache is `$XDG_CACHE_HOME/spark/wheels/<key>/`, with the archive's headers beside the wheel. The key covers
+everything that decides what the build makes, the processor's features included, because ggml compiles for the processor
+that it is built on.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from llama_headers import are_whole, extract_headers
 from setup_console import SetupError, clear_folder, exclusive, run_logged, say
 
 NAME = "llama-cpp-python"
@@ -147,19 +149,52 @@ class LlamaWheel:
             for damaged in self._folder.glob("*.whl"):
                 say(f"{damaged} is damaged and will be built again")
                 damaged.unlink()
-            built = self._build_in(self._folder / "part", python, environment, (descriptor, keep_open))
+            log = self._folder / "build.log"
+            archive, environment = self._fetch(log, python, environment, (descriptor, keep_open))
+            self._keep_headers(archive)
+            built = self._build(log, archive, python, environment, (descriptor, keep_open))
             # Last, so that a wheel that is in its place is finished; its folder is on the same file system.
             wheel = self._folder / built.name
             built.replace(wheel)
-            shutil.rmtree(self._folder / "part")
+            shutil.rmtree(self._part)
         return wheel
 
-    def _build_in(self, part: Path, python: Path, environment: Mapping[str, str], keep_open: tuple[int, ...]) -> Path:
-        part.mkdir(exist_ok=True)
-        clear_folder(part)
-        tools, temporary, archives, wheels = (part / name for name in ("tools", "tmp", "archive", "wheel"))
+    def headers(self, python: Path, environment: Mapping[str, str], keep_open: int) -> Path:
+        """Return the folder with the archive's headers; fetch the archive if only the wheel is in the cache."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with exclusive(self._folder / "lock", f"building {NAME}") as descriptor:
+            if not are_whole(self._headers):
+                log = self._folder / "headers.log"
+                archive, _ = self._fetch(log, python, environment, (descriptor, keep_open))
+                self._keep_headers(archive)
+                shutil.rmtree(self._part)
+        return self._headers
+
+    @property
+    def _part(self) -> Path:
+        return self._folder / "part"
+
+    @property
+    def _headers(self) -> Path:
+        return self._folder / "headers"
+
+    def _keep_headers(self, archive: Path) -> None:
+        extracted = self._part / "headers"
+        extract_headers(archive, extracted)
+        shutil.rmtree(self._headers, ignore_errors=True)
+        extracted.replace(self._headers)
+
+    def _fetch(
+        self, log: Path, python: Path, environment: Mapping[str, str], keep_open: tuple[int, ...]
+    ) -> tuple[Path, dict[str, str]]:
+        """Fetch build tools and archive into an emptied folder; return the archive, and the environment for a build.
+
+        pip asks an archive's build tools about it even if it is only to download it.
+        """
+        self._part.mkdir(exist_ok=True)
+        clear_folder(self._part)
+        tools, temporary, archives = (self._part / name for name in ("tools", "tmp", "archive"))
         temporary.mkdir()
-        log = self._folder / "build.log"
         log.write_text(json.dumps(self.ingredients, indent=1) + "\n", encoding="utf-8")
         pip = [str(python), "-m", "pip"]
 
@@ -192,9 +227,16 @@ class LlamaWheel:
             keep_open=keep_open,
         )
         (archive,) = archives.iterdir()
+        return archive, environment
+
+    def _build(
+        self, log: Path, archive: Path, python: Path, environment: Mapping[str, str], keep_open: tuple[int, ...]
+    ) -> Path:
+        wheels = self._part / "wheel"
         # Without pip's cache: it would give back a wheel that was built earlier with other options.
+        source = ["--no-deps", "--no-build-isolation", "--no-index", "--no-cache-dir", "--no-binary", NAME]
         run_logged(
-            [*pip, "-v", "wheel", *source, "--no-index", "--no-cache-dir", "-w", str(wheels), str(archive)],
+            [str(python), "-m", "pip", "-v", "wheel", *source, "-w", str(wheels), str(archive)],
             label=f"building {NAME} {self.version} (about 4 CPU-minutes, once)",
             log=log,
             read_step=parse_ninja_step,

@@ -16,6 +16,8 @@ __all__ = ["kv_bytes_per_token", "state_bytes"]
 
 _KV_BYTES_PER_VALUE = 2
 _STATE_BYTES_PER_VALUE = 4
+_SHORT_RATIO = 4
+"""Tokens to a cached key in those DeepSeek V4 blocks that also choose among keys."""
 _BLOCK_PART = re.compile(r"^blk\.(\d+)\.(.+)$")
 
 
@@ -31,6 +33,8 @@ def kv_bytes_per_token(model: GgufModel, architecture: str, n_blocks: int) -> in
         value = 0  # multi-head latent attention: values are a part of the cached keys
     # Sparse attention caches one more key per block, by which it chooses tokens.
     indexer = model.get_int(f"{prefix}.indexer.key_length", 0)
+    if model.get_int(f"{prefix}.indexer.kpool", 0):
+        indexer *= 3  # a gate and a pooled key beside the key itself
     recurrent = _recurrent_values(model, architecture, n_blocks)
     cached = [count for block, count in enumerate(heads_kv) if block not in recurrent]
     return (sum(cached) * (key + value) + len(cached) * indexer) * _KV_BYTES_PER_VALUE
@@ -38,7 +42,34 @@ def kv_bytes_per_token(model: GgufModel, architecture: str, n_blocks: int) -> in
 
 def state_bytes(model: GgufModel, architecture: str, n_blocks: int) -> int:
     """Bytes of one sequence's states in recurrent blocks, however long it is."""
-    return sum(_recurrent_values(model, architecture, n_blocks).values()) * _STATE_BYTES_PER_VALUE
+    values = sum(_recurrent_values(model, architecture, n_blocks).values())
+    values += _ngram_history(model, architecture) + _compressors(model, architecture, n_blocks)
+    return values * _STATE_BYTES_PER_VALUE
+
+
+def _ngram_history(model: GgufModel, architecture: str) -> int:
+    """Convolutions over embeddings of n-grams, in the blocks that add them."""
+    prefix = f"{architecture}.ple"
+    blocks = model.metadata.get(f"{prefix}.layers", ())
+    if not isinstance(blocks, tuple) or not model.get_int(f"{prefix}.heads_per_ngram", 0):
+        return 0
+    streams = model.get_int(f"{architecture}.hyper_connection.count", 1)
+    width = streams * model.get_int(f"{architecture}.embedding_length", 0)
+    steps = max(0, model.get_int(f"{prefix}.conv_kernel", 0) - 1)
+    # The convolution's steps are as far apart as an n-gram is long.
+    return len(blocks) * steps * model.get_int(f"{prefix}.ngram_size", 1) * width
+
+
+def _compressors(model: GgufModel, architecture: str, n_blocks: int) -> int:
+    """Tokens that wait to become one cached key, with their scores: DeepSeek V4 has two kinds of such blocks."""
+    if architecture != "deepseek4":
+        return 0
+    prefix = f"{architecture}.attention"
+    key, indexer = model.get_int(f"{prefix}.key_length", 0), model.get_int(f"{prefix}.indexer.key_length", 0)
+    ratios = model.get_int_per_block(f"{prefix}.compress_ratios", n_blocks, 0)
+    # Of the short kind two groups overlap, each with a key of twice the width, and the index has the same.
+    short = 2 * (2 * _SHORT_RATIO) * 2 * (key + indexer)
+    return sum(short if ratio == _SHORT_RATIO else 2 * ratio * key for ratio in ratios)
 
 
 def _recurrent_values(model: GgufModel, architecture: str, n_blocks: int) -> Mapping[int, int]:

@@ -12,20 +12,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spark_runtime.collector import Collector
+from spark_runtime.devices import registered_devices
 from spark_runtime.errors import ContextFullError, InstallationError
 from spark_runtime.gguf_file import read_gguf
-from spark_runtime.llama import LlamaContext, bindings
+from spark_runtime.llama import LlamaContext, LoadOptions, bindings
 from spark_runtime.model_shape import shape_of
 from spark_runtime.native_tap import NativeTap, native_library
 from spark_runtime.sampling import Sampling
 from spark_runtime.session_counts import SessionCounts
 from spark_runtime.tap import EvalTap
+from spark_runtime.tier import Tier
+from spark_runtime.tier_counting import TierCounting, TierTotals
+from spark_runtime.tier_loader import load_tiered
+from spark_runtime.tier_start import TierStart
 from spark_schemas.ids import Phase
 from spark_schemas.model import ModelShape
 
@@ -49,6 +54,30 @@ class EngineOptions:
     count_routing: bool = True
     native: bool = True
     """Count in native code where it can be built, which costs next to nothing."""
+    tier: TierStart | None = None
+    """Keep experts in slots and the rest in host memory; the slots count by themselves, without a callback."""
+    proxy: bool = False
+    """Compute through the tiers' proxy device with nothing tiered: what tiers are compared with."""
+    devices: int = 0
+    """Devices that llama.cpp spreads the blocks over; 0 takes every GPU, or one device over the CPU."""
+    n_ubatch: int = 0
+    """Tokens of a prompt that are computed at once; 0 takes ``n_batch``."""
+    n_seq_max: int = 1
+    """Sequences that the context has room for; the engine itself uses one."""
+    n_outputs_max: int = 0
+    """Most tokens that decode computes at once, as all their logits are kept; 0 takes ``n_batch``."""
+    repack: bool = True
+    """Let the CPU rearrange weights for faster kernels, which round differently; never where a proxy computes."""
+    mapped: bool = True
+    """Use weights that stay in host memory from the mapped file; else copy them."""
+    cpu_expert_blocks: int = 0
+    """llama.cpp's own ``--n-cpu-moe``: the experts of so many first blocks stay with the CPU. Not with tiers."""
+
+
+class _ContextArguments(TypedDict):
+    n_ctx: int
+    n_batch: int
+    n_threads: int
 
 
 class Engine:
@@ -58,19 +87,27 @@ class Engine:
         self,
         context: LlamaContext,
         shape: ModelShape,
-        collector: Collector | None,
+        collector: Collector | TierCounting | None,
         *,
         on_gpu: bool,
         native_fault: InstallationError | None,
+        tier: Tier | None = None,
+        n_outputs_max: int = 0,
     ) -> None:
         self.shape = shape
         self.n_ctx = context.n_ctx
+        self.n_batch = context.n_batch
+        """Most tokens of one decode call."""
+        self.n_vocab = context.n_vocab
         self.on_gpu = on_gpu
         self.native_fault = native_fault
         """Why counting goes through Python, which is slower; ``None`` when it does not."""
+        self.tier = tier
+        """The model's slots; ``None`` when every expert is resident."""
         self._context = context
         self._collector = collector
         self._tokens: list[int] = []
+        self._most = {"prefill": context.n_batch, "decode": min(n_outputs_max or context.n_batch, context.n_batch)}
 
     @classmethod
     def load(cls, path: Path, options: EngineOptions | None = None) -> Self:
@@ -78,25 +115,44 @@ class Engine:
         options = options or EngineOptions()
         model = read_gguf(path)
         shape = shape_of(model)
-        collector = Collector(shape) if options.count_routing else None
-        tap, native_fault = _tap_for(collector, native=options.native)
         resolved = replace(
             options,
             n_ctx=context_for(shape, options.n_ctx),
             n_threads=options.n_threads or len(os.sched_getaffinity(0)),
         )
         on_gpu = resolved.n_gpu_layers != 0 and bool(bindings().llama_supports_gpu_offload())
-        context = LlamaContext(
-            model.path,  # the first file of a split model, whichever was named
-            n_ctx=resolved.n_ctx,
-            n_batch=min(resolved.n_batch, resolved.n_ctx),
-            n_threads=resolved.n_threads,
+        load = LoadOptions(
             n_gpu_layers=resolved.n_gpu_layers if on_gpu else 0,
-            tap=tap,
+            n_ubatch=resolved.n_ubatch,
+            n_seq_max=resolved.n_seq_max,
+            n_outputs_max=resolved.n_outputs_max,
+            repack=resolved.repack,
+            mapped=resolved.mapped,
+            cpu_expert_blocks=resolved.cpu_expert_blocks,
         )
+        outputs, found = resolved.n_outputs_max, [device.address for device in registered_devices() if device.is_card]
+        n_devices = resolved.devices or len(found) or 1
+        arguments: _ContextArguments = {
+            "n_ctx": resolved.n_ctx,
+            "n_batch": min(resolved.n_batch, resolved.n_ctx),
+            "n_threads": resolved.n_threads,
+        }
+        # A split model is loaded by its first file, whichever was named.
+        if options.tier is not None:
+            context, tier = load_tiered(model.path, shape, options.tier, load, devices=n_devices, **arguments)
+            counting = TierCounting(tier) if tier is not None and options.count_routing else None
+            return cls(context, shape, counting, on_gpu=on_gpu, native_fault=None, tier=tier, n_outputs_max=outputs)
+        collector = Collector(shape) if options.count_routing else None
+        tap, native_fault = _tap_for(collector, native=options.native)
+        if options.proxy:
+            context, _ = load_tiered(model.path, shape, None, load, devices=n_devices, tap=tap, **arguments)
+        else:
+            if on_gpu and resolved.devices:
+                load = replace(load, devices=found[: resolved.devices])
+            context = LlamaContext(model.path, options=load, tap=tap, **arguments)
         if tap is not None:
             _learn_graph(context, tap)
-        return cls(context, shape, collector, on_gpu=on_gpu, native_fault=native_fault)
+        return cls(context, shape, collector, on_gpu=on_gpu, native_fault=native_fault, n_outputs_max=outputs)
 
     def __enter__(self) -> Self:
         return self
@@ -107,8 +163,14 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Free the model; safe to call twice."""
-        self._context.close()
+        """Free the model; safe to call twice. A session that is being counted gets what it has so far."""
+        try:
+            if self._collector is not None:
+                self._collector.session = None
+        finally:
+            if self.tier is not None:
+                self.tier.close()
+            self._context.close()
 
     @contextmanager
     def counting(self, session: SessionCounts | None) -> Iterator[None]:
@@ -121,6 +183,14 @@ class Engine:
             yield
         finally:
             self._collector.session = previous
+
+    @property
+    def tier_totals(self) -> TierTotals | None:
+        """What the slots did for all counted sessions, as of the last one's end; ``None`` when nothing is tiered.
+
+        May be read by any thread.
+        """
+        return self._collector.totals if isinstance(self._collector, TierCounting) else None
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Token ids of a text; markers inside it are plain text unless ``parse_special``."""
@@ -172,7 +242,8 @@ class Engine:
                 f"{self.n_past + len(tokens)} tokens, but the context holds {self.n_ctx}",
                 "shorten the conversation or raise --ctx",
             )
-        step = min(batch or self._context.n_batch, self._context.n_batch)
+        most = self._most[phase]
+        step = min(batch or most, most)
         for start in range(0, len(tokens), step):
             before_step()
             self._decode(tokens[start : start + step], phase)
@@ -180,16 +251,24 @@ class Engine:
     def _decode(self, tokens: Sequence[int], phase: Phase) -> None:
         if self._collector is not None:
             self._collector.begin()
+        if self.tier is not None:
+            self.tier.set_phase(phase)
         try:
             self._context.decode(tokens, self.n_past, all_outputs=phase == "decode")
+            self._check_tier()
             if self._collector is not None:
                 self._collector.commit(phase, len(tokens))
         except BaseException:
             # What the context holds beyond the known tokens is undefined after a failed call.
             if not self._context.forget_from(self.n_past):
                 self.reset()
+            self._check_tier()  # knows more of why than llama.cpp's status
             raise
         self._tokens.extend(tokens)
+
+    def _check_tier(self) -> None:
+        if self.tier is not None:
+            self.tier.check()
 
     def prompt(self, tokens: Sequence[int], *, before_step: Callable[[], None] = lambda: None) -> int:
         """Make the context hold exactly ``tokens``, computing only what differs; return how many were reused.
@@ -226,6 +305,7 @@ class Engine:
         try:
             for _ in range(max_tokens):
                 token = self._context.sample(sampler)
+                self._check_tier()
                 yield token
                 if self._context.is_end(token) or self.n_past >= self.n_ctx:
                     return
@@ -235,7 +315,30 @@ class Engine:
 
     def logits(self) -> NDArray[np.float32]:
         """Logits after the last computed token, ``[n_vocab]``."""
-        return self._context.logits()
+        logits = self._context.logits()
+        self._check_tier()
+        return logits
+
+    def all_logits(self) -> NDArray[np.float32]:
+        """Logits of the last decode call's tokens, ``[n_tokens, n_vocab]``; of a prefill's last one alone."""
+        logits = self._context.all_logits()
+        self._check_tier()
+        return logits
+
+    def feed_sequences(self, rows: Sequence[tuple[int, int, int]]) -> None:
+        """Compute ``(token, position, sequence)`` of several sequences in one call, as a server of many would.
+
+        Beside the engine's own conversation: nothing is counted, and :meth:`reset` must come before and after.
+        """
+        if self.tier is not None:
+            self.tier.set_phase("decode")
+        self._context.decode_sequences(rows)
+        self._check_tier()
+
+    def synchronize(self) -> None:
+        """Wait until everything asked for is computed."""
+        self._context.synchronize()
+        self._check_tier()
 
 
 def _tap_for(

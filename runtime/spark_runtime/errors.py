@@ -8,16 +8,26 @@ SparkRuntimeError
 ├── UnsupportedModelError      a valid GGUF that llama.cpp or Spark cannot run
 │   └── NotMoeError            it has no routed experts
 ├── ModelMismatchError         a manifest or profile of another model
+├── PlanError                  the model does not fit the memory as asked
 ├── ContextFullError           a prompt or conversation longer than the context
 ├── ChatTemplateError          the model's chat template fails on these messages
+├── ClosedError                a model that has been closed
+├── TierError                  experts cannot be put into slots as asked
 ├── RoutingReadError           what llama.cpp computed cannot be a router's selection
 └── DecodeError                llama.cpp failed while computing
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from spark_runtime.memory_fix import Fix
+
 __all__ = [
     "ChatTemplateError",
+    "ClosedError",
     "ContextFullError",
     "DecodeError",
     "InstallationError",
@@ -25,8 +35,10 @@ __all__ = [
     "ModelMismatchError",
     "NotGgufError",
     "NotMoeError",
+    "PlanError",
     "RoutingReadError",
     "SparkRuntimeError",
+    "TierError",
     "TruncatedModelError",
     "UnsupportedModelError",
 ]
@@ -72,12 +84,29 @@ class ModelMismatchError(SparkRuntimeError):
     exit_code = 3
 
 
+class PlanError(SparkRuntimeError):
+    """Refused before loading: the plan needs more memory than there is."""
+
+    def __init__(self, message: str, fixes: Sequence[Fix] = ()) -> None:
+        super().__init__(message, "; or ".join(fix.text for fix in fixes) or None)
+        self.fixes = tuple(fixes)
+        """Changes of which each alone makes it fit, the smallest first."""
+
+
 class ContextFullError(SparkRuntimeError):
     """More tokens than the context holds."""
 
 
 class ChatTemplateError(SparkRuntimeError):
     """The chat template rejects the messages."""
+
+
+class ClosedError(SparkRuntimeError):
+    """A model that has been closed, or what belonged to it."""
+
+
+class TierError(SparkRuntimeError):
+    """Experts cannot be put into slots as asked: a start that makes no sense, or no memory."""
 
 
 class RoutingReadError(SparkRuntimeError):

@@ -30,6 +30,7 @@ __all__ = [
     "ggml_base",
     "library_dir",
     "op_number",
+    "share_registry",
     "type_name",
 ]
 
@@ -151,6 +152,12 @@ def library_dir() -> Path:
     return Path(spec.submodule_search_locations[0]) / "lib"
 
 
+def _library_path(name: str) -> Path:
+    suffix = {"darwin": "dylib", "win32": "dll"}.get(sys.platform, "so")
+    prefix = "" if sys.platform == "win32" else "lib"
+    return library_dir() / f"{prefix}{name}.{suffix}"
+
+
 def _share_libstdcxx() -> None:
     """Let all libraries use one copy of the C++ library.
 
@@ -165,13 +172,12 @@ def _share_libstdcxx() -> None:
 @functools.cache
 def ggml_base() -> ctypes.CDLL:
     """The loaded ``libggml-base`` with argument and result types set."""
-    suffix = {"darwin": "dylib", "win32": "dll"}.get(sys.platform, "so")
-    prefix = "" if sys.platform == "win32" else "lib"
-    path = library_dir() / f"{prefix}ggml-base.{suffix}"
+    path = _library_path("ggml-base")
     if sys.platform == "linux":
         _share_libstdcxx()
     try:
-        library = ctypes.CDLL(str(path))
+        # Global: Spark's native library uses its functions without being linked with it.
+        library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     except OSError as error:
         raise InstallationError(f"cannot load {path.name} of llama-cpp-python: {error}", _INSTALL_HINT) from error
     for name, (result, arguments) in _SIGNATURES.items():
@@ -186,6 +192,17 @@ def type_name(ggml_type: int) -> str:
     """Name of a tensor type, for example ``q4_K``."""
     name: bytes = ggml_base().ggml_type_name(ggml_type)
     return name.decode()
+
+
+@functools.cache
+def share_registry() -> None:
+    """Let Spark's native library find ggml's list of devices, which is in a library of its own."""
+    ggml_base()
+    path = _library_path("ggml")
+    try:
+        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        raise InstallationError(f"cannot load {path.name} of llama-cpp-python: {error}", _INSTALL_HINT) from error
 
 
 @functools.cache

@@ -9,22 +9,24 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spark_runtime.errors import ContextFullError, DecodeError, UnsupportedModelError
+from spark_runtime.errors import ClosedError, ContextFullError, DecodeError, UnsupportedModelError
 from spark_runtime.ggml import LOG_CALLBACK, complaints, ggml_base
 from spark_runtime.tap import Tap
 
-__all__ = ["LlamaContext", "bindings"]
+__all__ = ["LlamaContext", "LoadOptions", "bindings"]
 
 _PIECE_BYTES = 256
 _DECODE_NO_SLOT = 1
+_LOAD_MODE_NONE = 0
 
 
 @functools.cache
@@ -38,10 +40,57 @@ def bindings() -> ModuleType:
     return llama_cpp
 
 
-class LlamaContext:
-    """One model and one context of one sequence. Not thread-safe."""
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """Where llama.cpp puts a model, and in what portions it computes."""
 
-    def __init__(self, path: Path, *, n_ctx: int, n_batch: int, n_threads: int, n_gpu_layers: int, tap: Tap | None):
+    n_gpu_layers: int = 0
+    devices: Sequence[int] = ()
+    """Addresses of ggml devices to use in place of llama.cpp's choice."""
+    n_ubatch: int = 0
+    """Tokens that are computed at once, at most ``n_batch``; 0 takes that."""
+    n_seq_max: int = 1
+    n_outputs_max: int = 0
+    """Most logits that one call asks for, which bounds the memory for them; 0 takes ``n_batch``."""
+    repack: bool = True
+    """Let the CPU rearrange weights for faster kernels, which round differently."""
+    mapped: bool = True
+    """Use weights that stay in host memory from the mapped file; else copy them (pinned, beside a GPU)."""
+    cpu_expert_blocks: int = 0
+    """The experts of so many first blocks stay with the CPU, as with llama.cpp's own ``--n-cpu-moe``."""
+    loaded: Callable[[], None] = lambda: None
+    """Called between the model and its context, to take memory before the context does."""
+
+
+class _BufferOverride(ctypes.Structure):
+    """``struct llama_model_tensor_buft_override``: where tensors go whose names match."""
+
+    _fields_: ClassVar = [("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p)]
+
+
+def _experts_on_cpu(blocks: int) -> ctypes.Array[_BufferOverride]:
+    """The list, which ends with an empty entry and has to live until the model is loaded."""
+    cpu = ggml_base().ggml_backend_cpu_buffer_type
+    cpu.restype = ctypes.c_void_p
+    numbers = "|".join(map(str, range(blocks)))
+    pattern = rf"blk\.({numbers})\.ffn_(up|down|gate|gate_up)_(ch|)exps".encode()
+    return (_BufferOverride * 2)(_BufferOverride(pattern, cpu()))
+
+
+class LlamaContext:
+    """One model and one context. Not thread-safe."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        n_ctx: int,
+        n_batch: int,
+        n_threads: int,
+        n_gpu_layers: int = 0,
+        tap: Tap | None = None,
+        options: LoadOptions | None = None,
+    ):
         """Load ``path``; raise :class:`UnsupportedModelError` with llama.cpp's own reason when it refuses."""
         self._llama = bindings()
         self._tap = tap  # the context calls into it until it is freed
@@ -49,27 +98,44 @@ class LlamaContext:
         self._context: Any = None
         self._batch: Any = None
         self.n_batch = n_batch
-        self._load(path, n_gpu_layers)
-        self._open(path, n_ctx, n_batch, n_threads)
-        self._vocab = self._llama.llama_model_get_vocab(self._model)
+        self._n_outputs = 0
+        options = options or LoadOptions(n_gpu_layers=n_gpu_layers)
+        self._load(path, options)
+        try:
+            options.loaded()
+        except BaseException:
+            self.close()
+            raise
+        self._open(path, n_ctx, n_batch, n_threads, options)
+        self._open_vocab = self._llama.llama_model_get_vocab(self._model)
         self.n_vocab: int = self._llama.llama_vocab_n_tokens(self._vocab)
         # llama.cpp rounds up; what was asked for is what placement and memory were planned with.
         self.n_ctx: int = min(n_ctx, self._llama.llama_n_ctx(self._context))
 
-    def _load(self, path: Path, n_gpu_layers: int) -> None:
+    def _load(self, path: Path, options: LoadOptions) -> None:
         params = self._llama.llama_model_default_params()
-        params.n_gpu_layers = n_gpu_layers
+        params.n_gpu_layers = options.n_gpu_layers
+        params.use_extra_bufts = options.repack
+        if not options.mapped:
+            params.load_mode = _LOAD_MODE_NONE
+        overrides = _experts_on_cpu(options.cpu_expert_blocks)
+        if options.cpu_expert_blocks:
+            params.tensor_buft_overrides = ctypes.addressof(overrides)
+        # The list ends with a null pointer and is read before the call returns.
+        devices = (ctypes.c_void_p * (len(options.devices) + 1))(*options.devices, None)
+        if options.devices:
+            params.devices = ctypes.cast(devices, ctypes.c_void_p)
         with complaints() as log:
             self._model = self._llama.llama_model_load_from_file(os.fsencode(path), params)
         if not self._model:
-            raise UnsupportedModelError(
-                f"llama.cpp cannot load {path.name}: {_reason(log)}",
-                "the installed llama-cpp-python may be older than this model's architecture, or the file is damaged",
-            )
+            raise UnsupportedModelError(f"llama.cpp cannot load {path.name}: {_reason(log)}", _hint(log))
 
-    def _open(self, path: Path, n_ctx: int, n_batch: int, n_threads: int) -> None:
+    def _open(self, path: Path, n_ctx: int, n_batch: int, n_threads: int, options: LoadOptions) -> None:
         params = self._llama.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = n_ctx, n_batch, n_batch, 1
+        params.n_ctx, params.n_batch = n_ctx, n_batch
+        params.n_ubatch = min(options.n_ubatch or n_batch, n_batch)
+        params.n_seq_max = options.n_seq_max
+        params.n_outputs_max = min(options.n_outputs_max, n_batch)
         params.n_threads = params.n_threads_batch = n_threads
         params.no_perf = True
         if self._tap is not None:
@@ -81,7 +147,7 @@ class LlamaContext:
             self.close()
             raise UnsupportedModelError(
                 f"llama.cpp cannot open {path.name} with a context of {n_ctx} tokens: {_reason(log)}",
-                "try a smaller context",
+                "try a smaller context, or keep fewer experts resident",
             )
         if not self._llama.llama_get_memory(self._context):
             self.close()
@@ -108,16 +174,48 @@ class LlamaContext:
             self._llama.llama_model_free(self._model)
         self._batch = self._context = self._model = None
 
+    def _require_open(self) -> None:
+        if self._context is None:
+            raise ClosedError("the model is closed", "load it again")
+
+    @property
+    def _alive(self) -> Any:
+        self._require_open()
+        return self._context
+
+    @property
+    def _vocab(self) -> Any:
+        return self._open_vocab if self._alive else None
+
     def decode(self, tokens: Sequence[int], position: int, *, all_outputs: bool) -> None:
         """Compute up to ``n_batch`` tokens from ``position`` on; logits for the last one, or for all of them."""
+        self._require_open()  # the batch's memory is gone with it
         count = len(tokens)
         self._batch.n_tokens = count
         self._batch_tokens[:count] = tokens
         self._batch_positions[:count] = np.arange(position, position + count)
         self._batch_outputs[:count] = all_outputs
         self._batch_outputs[count - 1] = 1
+        self._n_outputs = count if all_outputs else 1
+        self._run(count, position)
+
+    def decode_sequences(self, rows: Sequence[tuple[int, int, int]]) -> None:
+        """Compute tokens of several sequences in one batch: ``(token, position, sequence)`` each; logits for all."""
+        self._require_open()
+        self._batch.n_tokens = self._n_outputs = len(rows)
+        for index, (token, position, sequence) in enumerate(rows):
+            self._batch_tokens[index], self._batch_positions[index] = token, position
+            self._batch.seq_id[index][0] = sequence
+            self._batch_outputs[index] = 1
+        try:
+            self._run(len(rows), rows[0][1])
+        finally:
+            for index in range(len(rows)):
+                self._batch.seq_id[index][0] = 0
+
+    def _run(self, count: int, position: int) -> None:
         with complaints() as log:
-            status = self._llama.llama_decode(self._context, self._batch)
+            status = self._llama.llama_decode(self._alive, self._batch)
         if self._tap is not None:
             self._tap.check()
         if status == _DECODE_NO_SLOT:
@@ -127,23 +225,32 @@ class LlamaContext:
         if status != 0:
             raise DecodeError(f"llama.cpp failed with status {status} at token {position}: {_reason(log)}")
 
-    def logits(self) -> NDArray[np.float32]:
-        """A copy of the last token's logits, ``[n_vocab]``."""
-        pointer = self._llama.llama_get_logits_ith(self._context, -1)
+    def synchronize(self) -> None:
+        """Wait until everything asked for is computed."""
+        self._llama.llama_synchronize(self._alive)
+
+    def logits(self, index: int = -1) -> NDArray[np.float32]:
+        """A copy of a token's logits, ``[n_vocab]``: of the last one, or by its place in the last call."""
+        pointer = self._llama.llama_get_logits_ith(self._alive, index)
         return np.ctypeslib.as_array(pointer, (self.n_vocab,)).copy()
+
+    def all_logits(self) -> NDArray[np.float32]:
+        """A copy of all logits of the last call, ``[n_tokens, n_vocab]``, or ``[1, n_vocab]`` if it asked for one."""
+        pointer = self._llama.llama_get_logits(self._alive)
+        return np.ctypeslib.as_array(pointer, (self._n_outputs, self.n_vocab)).copy()
 
     def sample(self, sampler: Any) -> int:
         """Draw a token from the last logits."""
-        return int(self._llama.llama_sampler_sample(sampler, self._context, -1))
+        return int(self._llama.llama_sampler_sample(sampler, self._alive, -1))
 
     def forget_from(self, position: int) -> bool:
         """Drop the memory from a position on; ``False`` when this kind of memory cannot be cut there."""
-        memory = self._llama.llama_get_memory(self._context)
+        memory = self._llama.llama_get_memory(self._alive)
         return bool(self._llama.llama_memory_seq_rm(memory, 0, position, -1))
 
     def forget_all(self) -> None:
         """Empty the memory."""
-        self._llama.llama_memory_clear(self._llama.llama_get_memory(self._context), False)
+        self._llama.llama_memory_clear(self._llama.llama_get_memory(self._alive), False)
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """Token ids of a text; ``parse_special`` reads markers such as ``<|im_start|>`` as tokens."""
@@ -182,8 +289,14 @@ class LlamaContext:
 
     def chat_template(self) -> str | None:
         """The chat template stored in the model, if any."""
-        template: bytes | None = self._llama.llama_model_chat_template(self._model, None)
+        template: bytes | None = self._llama.llama_model_chat_template(self._model, None) if self._alive else None
         return template.decode(errors="replace") if template else None
+
+
+def _hint(log: Sequence[str]) -> str:
+    if any("alloc" in line for line in log):
+        return "there is not enough memory for it: free some, try a smaller context, or keep fewer experts resident"
+    return "the installed llama-cpp-python may be older than this model's architecture, or the file is damaged"
 
 
 def _reason(log: Sequence[str]) -> str:

@@ -26,6 +26,7 @@ _RECORD_HEADER = 3
 @functools.cache
 def native_library() -> ctypes.CDLL:
     """The native library, built if need be; raise :class:`InstallationError` when it cannot be or does not fit."""
+    ggml_base()  # its functions, for the library to find
     path, stamp = library_path()
     try:
         library = ctypes.CDLL(str(path))

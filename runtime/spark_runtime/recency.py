@@ -28,6 +28,19 @@ class RecencyOrder:
             self._used[initial[::-1]] = np.arange(len(initial))
             self._clock = len(initial)
 
+    @property
+    def stamps(self) -> NDArray[np.uint32]:
+        """The order as numbers from 1 on, later ones larger; 0 for experts never used."""
+        stamps = np.zeros(self.n_experts, dtype=np.uint32)
+        used = np.flatnonzero(self._used >= 0)
+        stamps[used[np.argsort(self._used[used])]] = np.arange(1, len(used) + 1)
+        return stamps
+
+    @stamps.setter
+    def stamps(self, stamps: NDArray[np.uint32]) -> None:
+        self._used = stamps.astype(np.int64) - 1
+        self._clock = int(stamps.max(initial=0))
+
     def observe(self, ids: IntArray) -> IntArray:
         """Take selections ``ids[token, k]`` in order; return their distances, ``n_experts`` for a first use.
 

@@ -49,6 +49,37 @@ class SessionCounts:
                 if self._trace is not None:
                     self._trace[index].append(selected)
 
+    def absorb(
+        self,
+        phase: Phase,
+        n_tokens: int,
+        counts: Sequence[IntArray],
+        routed: Sequence[int],
+        reuse: Sequence[IntArray] | None = None,
+    ) -> None:
+        """Add what was counted elsewhere for ``n_tokens`` tokens: per layer selections, routed tokens, reuse distances.
+
+        The distances must continue this session's :attr:`recency`. A trace cannot be kept this way.
+        """
+        if self._trace is not None:
+            raise ValueError("counts have no order, expected selections for a trace")
+        self.tokens[phase] += n_tokens
+        for index, selected in enumerate(counts):
+            self.counts[phase][index] += selected
+            self._routed[phase][index] += routed[index]
+            if reuse is not None:
+                self._distances[index] += reuse[index]
+
+    @property
+    def recency(self) -> list[NDArray[np.uint32]]:
+        """How recently each expert was used in decode, by layer; see ``RecencyOrder.stamps``."""
+        return [order.stamps for order in self._recency]
+
+    @recency.setter
+    def recency(self, stamps: Sequence[NDArray[np.uint32]]) -> None:
+        for order, values in zip(self._recency, stamps, strict=True):
+            order.stamps = values
+
     @property
     def tokens_total(self) -> int:
         """Tokens of both phases."""

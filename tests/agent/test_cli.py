@@ -27,7 +27,7 @@ def test_a_cli_loads_nothing_heavy(module):
 def test_commands(app):
     names = set(typer.main.get_command(app).commands)
     assert {"pull-profile", "profiles"} <= names
-    assert app is not cli.app or {"run", "record", "doctor", "upload"} <= names
+    assert app is not cli.app or {"run", "record", "bench", "doctor", "upload"} <= names
 
 
 @pytest.mark.parametrize("main", [cli.main, cli_spark.main])

@@ -67,10 +67,17 @@ def test_whole_line(machine, tmp_path: Path) -> None:
         policies = {point["policy"] for point in shown["curves"]}
         assert {"uniform", "random", "own", "oracle", "lru"} <= policies
 
+    quick = ["--prompt", "64", "--tokens", "24", "--prefill", "64", "--residency", "0.5", "--ring", "0.5"]
+    bench = machine.agent("bench", "--json", "--threads", "1", *quick, "--manifest", str(manifest_file))
+    assert bench["identical_output"] is True
+    assert {row["config"] for row in bench["rows"]} >= {"all-gpu", "uniform", "calibrated", "llama-offload"}
+
     run = ["run", "-p", "0", "--json", "--workload", "chat", "--threads", "1"]
     with machine.serving("spark_agent.cli", *run, "--manifest", str(manifest_file)) as (agent, _):
         assert agent["manifest"]["workload"] == "code-heavy"
         assert agent["fingerprint"] == shape.fingerprint
+        assert agent["tiers"]["tiered"] is True
+        assert agent["tiers"]["slots"] == sum(layer.slots for layer in manifest.layers)
         body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 12, "temperature": 0}
         answers = [
             httpx.post(f"{agent['base_url']}/v1/chat/completions", json=body, timeout=60, trust_env=False).json()

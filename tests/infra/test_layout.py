@@ -29,7 +29,7 @@ def test_module_size(root: Path, tracked: list[Path]) -> None:
     sizes = {
         str(path): len((root / path).read_text(encoding="utf-8").splitlines())
         for path in tracked
-        if path.parts[0] in PACKAGES and path.suffix in {".py", ".cpp", ".h", ".js", ".sql"}
+        if path.parts[0] in PACKAGES and path.suffix in {".py", ".cpp", ".cu", ".h", ".js", ".sql"}
     }
     assert {path: lines for path, lines in sizes.items() if lines > MOST_LINES} == {}
 

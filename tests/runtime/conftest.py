@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,10 @@ import pytest
 
 from spark_runtime.models import demo_model_path
 from spark_schemas.model import ExpertLayer, ModelShape
+
+# The generators of models and what they are run through are the benchmarks' own modules; the tests' helpers lie here.
+sys.path.append(str(Path(__file__).resolve().parents[2] / "infra/benchmarks"))
+sys.path.append(str(Path(__file__).resolve().parent))
 
 EMBEDDING, HEADS, HEAD_SIZE, VOCABULARY, WIDTH = 64, 2, 32, 128, 32
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -338,3 +339,74 @@ def test_tokens_spell_the_text(engine: Engine) -> None:
 def test_chat_template_of_the_model_is_used(engine: Engine) -> None:
     prompt = ChatFormat(engine).prompt([{"role": "user", "content": "hi"}])
     assert prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def digest_of(path: Path, **options: Any) -> str:
+    with Engine.load(path, EngineOptions(n_ctx=128, n_batch=32, n_threads=1, count_routing=False, **options)) as engine:
+        return logits_hash(engine, engine.tokenize(TEXT), 12)
+
+
+def test_weights_can_stay_as_they_lie_in_the_file(demo_model: Path) -> None:
+    """Repacked ones round otherwise; where the file's bytes are does not matter."""
+    plain = digest_of(demo_model, repack=False)
+    assert digest_of(demo_model, repack=False, mapped=False) == plain
+    assert digest_of(demo_model, proxy=True) == plain
+
+
+def test_experts_of_the_first_blocks_can_stay_with_the_cpu(demo_model: Path) -> None:
+    from spark_runtime.buffer_sizes import log_lines
+
+    plain = digest_of(demo_model, repack=False)
+    with log_lines() as lines:
+        assert digest_of(demo_model, repack=False, cpu_expert_blocks=2) == plain
+    placed = {line.split()[1] for line in lines if "buffer type overrid" in line}
+    expected = {f"blk.{block}.ffn_{kind}_exps.weight" for block in (0, 1) for kind in ("gate", "up", "down")}
+    assert placed == expected
+
+
+def test_fewer_outputs_take_less_memory_and_change_no_bit(demo_model: Path) -> None:
+    from spark_runtime.buffer_sizes import log_lines, read_buffer_sizes
+
+    found = []
+    for most in (0, 1):
+        options = EngineOptions(n_ctx=1024, n_batch=512, n_threads=1, n_outputs_max=most)
+        with log_lines() as lines:
+            engine = Engine.load(demo_model, options)
+        with engine:
+            tokens = engine.tokenize(TEXT)
+            engine.feed(tokens, "decode")
+            known = engine.logits().tobytes()
+            assert len(engine.all_logits()) == (1 if most else len(tokens))
+            found.append((sum(read_buffer_sizes(lines).compute.values()), logits_hash(engine, tokens, 6), known))
+    assert found[1][0] < found[0][0]
+    assert found[1][1] == found[0][1]
+    # Decode goes one token at a time then, which other kernels compute than a batch.
+    logits = [np.frombuffer(known, np.float32) for _, _, known in found]
+    assert np.allclose(*logits, atol=0.05)
+
+
+def test_all_logits_are_those_of_the_last_call(engine: Engine) -> None:
+    tokens = engine.tokenize(TEXT)
+    engine.feed(tokens[:20], "decode")
+    engine.synchronize()
+    every = engine.all_logits()
+    assert every.shape == (20, engine.n_vocab)
+    assert every[-1].tobytes() == engine.logits().tobytes()
+    engine.feed(tokens[20:24], "prefill")
+    assert engine.all_logits().shape == (1, engine.n_vocab)
+    assert engine.n_batch == 32
+
+
+def test_sequences_side_by_side(demo_model: Path) -> None:
+    """Each computes what it would alone, and the engine goes on as before."""
+    options = EngineOptions(n_ctx=256, n_batch=32, n_threads=1, n_seq_max=2, count_routing=False)
+    with Engine.load(demo_model, options) as engine:
+        tokens = engine.tokenize(TEXT)
+        before = logits_hash(engine, tokens, 4)
+        engine.reset()
+        engine.feed_sequences([(tokens[at], at, which) for which in (0, 1) for at in range(8)])
+        both = engine.all_logits()
+        assert both.shape == (16, engine.n_vocab)
+        assert np.allclose(both[:8], both[8:], atol=1e-3)
+        engine.reset()
+        assert logits_hash(engine, tokens, 4) == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ from spark_runtime.engine import Engine, EngineOptions
 from spark_runtime.errors import InstallationError, RoutingReadError
 from spark_runtime.ggml import ggml_base
 from spark_runtime.model_shape import read_model_shape
-from spark_runtime.native import build
+from spark_runtime.native import build, cache
 from spark_runtime.native_tap import NativeTap, native_library
 
 BUILD = "from spark_runtime.native.build import library_path; print(library_path()[0])"
@@ -27,6 +28,16 @@ BUILD = "from spark_runtime.native.build import library_path; print(library_path
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "spark" / "native"
+
+
+@pytest.fixture
+def small_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder with one small source in place of ours, to build fast."""
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    (folder / "small.cpp").write_text("int small() { return 1; }\n")
+    monkeypatch.setattr(cache, "PACKAGE", folder)
+    return folder
 
 
 @pytest.fixture
@@ -77,18 +88,55 @@ def test_the_key_is_everything_the_binary_depends_on(own_cache: Path, monkeypatc
     stamps.add(build._stamp("c++"))
     monkeypatch.setattr(build, "_compiler_version", lambda _: "another")
     stamps.add(build._stamp("c++"))
-    monkeypatch.setattr(build, "SOURCES", build.SOURCES[:1])
+    monkeypatch.setattr(build, "LINK_FLAGS", (*build.LINK_FLAGS, "-s"))
     stamps.add(build._stamp("c++"))
-    assert len(stamps) == 5
+    monkeypatch.setattr(build, "LIBRARIES", ())
+    stamps.add(build._stamp("c++"))
+    assert len(stamps) == 6
+
+
+@pytest.mark.parametrize("change", ["edited.h", "edited.cpp", "new.h", "new.cpp", "renamed"])
+def test_every_source_counts(small_source: Path, change: str) -> None:
+    for name in ("edited.h", "edited.cpp", "renamed.h", "other.py"):
+        (small_source / name).write_text("// first\n")
+    before = build._stamp("c++")
+    (small_source / "other.py").write_text("# second\n")
+    assert build._stamp("c++") == before
+    if change == "renamed":
+        (small_source / "renamed.h").rename(small_source / "another.h")
+    else:
+        (small_source / change).write_text("// second\n")
+    assert build._stamp("c++") != before
+
+
+def test_several_sources_become_one_library(own_cache: Path, small_source: Path) -> None:
+    shown = 'extern "C" __attribute__((visibility("default"))) int shown()'
+    (small_source / "small.h").write_text("int small();\n")
+    (small_source / "other.cpp").write_text(f'#include "small.h"\n{shown} {{ return 6 + small(); }}\n')
+    library = ctypes.CDLL(str(build.library_path()[0]))
+    assert library.shown() == 7
+    with pytest.raises(AttributeError):
+        library._Z5smallv  # noqa: B018
+
+
+def test_the_library_shows_only_its_interface() -> None:
+    """Anything else could take the place of another library's function of the same name, or be taken for it."""
+    path, _ = build.library_path()
+    answer = subprocess.run(["nm", "-D", "--defined-only", str(path)], capture_output=True, text=True, check=True)
+    # Weak symbols are the standard library's templates, which every C++ library shows.
+    strong = {line.split()[2] for line in answer.stdout.splitlines() if line.split()[1] in "TDBR"}
+    assert "spark_native_stamp" in strong
+    assert {name for name in strong if not name.startswith(("spark_", "ggml_backend_"))} == set()
 
 
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
         ('case "$*" in --version) echo 1;; *) echo "tap.cpp:1: no such luck" >&2; exit 1;; esac', "no such luck"),
+        ('case "$*" in --version) echo 3;; *-shared*) echo "ld: nor here" >&2; exit 1;; esac', "nor here"),
         ('case "$*" in --version) echo 2;; *) exit 0;; esac', "wrote no library"),
     ],
-    ids=["complains", "writes-nothing"],
+    ids=["complains", "cannot-link", "writes-nothing"],
 )
 def test_a_compiler_that_fails_leaves_nothing(
     own_cache: Path, compiler: Callable[[str], Path], script: str, reason: str
@@ -112,12 +160,14 @@ def test_without_a_compiler_python_counts_and_says_why(
 def test_a_cache_that_cannot_be_written(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own_cache.parent.mkdir(parents=True)
     own_cache.write_text("in the way")
-    with pytest.raises(InstallationError, match="cannot build the native library in"):
+    with pytest.raises(InstallationError, match=r"cannot build libspark-native\.so in"):
         build.library_path()
 
 
 @pytest.mark.parametrize("damage", [lambda whole: whole[:1000], lambda whole: b"", lambda whole: whole[:-1] + b"x"])
-def test_a_damaged_library_is_built_again(own_cache: Path, damage: Callable[[bytes], bytes]) -> None:
+def test_a_damaged_library_is_built_again(
+    own_cache: Path, small_source: Path, damage: Callable[[bytes], bytes]
+) -> None:
     path, _ = build.library_path()
     whole = path.read_bytes()
     path.write_bytes(damage(whole))
@@ -133,9 +183,7 @@ def test_what_is_no_library_is_refused(forgotten: None, monkeypatch: pytest.Monk
     assert str(tmp_path) in str(caught.value.hint)
 
 
-def test_a_library_of_another_build_is_refused(
-    own_cache: Path, forgotten: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_of_another_build_is_refused(forgotten: None, monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = build.library_path()
     monkeypatch.setattr(native_tap, "library_path", lambda: (path, "0" * 32))
     with pytest.raises(InstallationError, match="expected 0000"):
@@ -150,8 +198,6 @@ def test_another_layout_of_tensors_is_refused(forgotten: None, monkeypatch: pyte
 
 def test_malformed_ids_are_an_error_and_not_a_count(demo_model: Path) -> None:
     """Ids of a type that no router gives, as a tensor that only exists here."""
-    import ctypes
-
     from spark_runtime.ggml import GgmlTensor, op_number
 
     tap = NativeTap(native_library(), Collector(read_model_shape(demo_model)))

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from spark_agent import __version__
+from spark_agent import __version__, tier_checks
 from spark_agent.context import AgentContext
 from spark_agent.output import Fault, counted
 from spark_agent.sizes import format_size
@@ -33,7 +33,7 @@ def doctor_command(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Check this machine: versions, native code, model, spool, service, consent.
+    """Check this machine: versions, native code, tiers, model, spool, service, consent.
 
     Exit code 1 if something must be mended.
     """
@@ -42,6 +42,12 @@ def doctor_command(
         _Check("spark", "ok", f"{__version__}, Python {platform.python_version()}"),
         _run("llama-cpp-python", "fail", _llama),
         _run("native", "warn", _native),
+        _run("tiers", "warn", tier_checks.proxies),
+        _run("tier-engine", "warn", tier_checks.tier_engine),
+        _run("nvrtc", "warn", tier_checks.nvrtc),
+        _run("cuda-driver", "warn", tier_checks.cuda_driver),
+        _run("host-memory", "warn", tier_checks.host_memory_line),
+        _run("llama-server", "warn", tier_checks.llama_server),
         _run("model", "fail", lambda: _model(context.model_path(model))),
         _run("spool", "fail", lambda: _spool(context)),
         _run("service", "warn", lambda: _service(context)),

@@ -14,6 +14,7 @@ from spark_agent.context import AgentContext, warn_about_counting
 from spark_agent.errors import SparkError, UsageError
 from spark_agent.interrupts import interrupts_at_checks
 from spark_agent.output import counted
+from spark_agent.tiering import TierOptions, plan_for, planned_options, warn_about_tiers
 from spark_agent.transcripts import Skipped, Transcript, read_transcripts
 from spark_agent.workload_name import check_workload_name
 
@@ -114,19 +115,29 @@ def _record(
     threads: int,
     demo: bool,
 ) -> None:
-    from spark_agent.recording import record, segments_of
+    from spark_agent.recording import DECODE_BATCH, record, segments_of
     from spark_agent.traces import SessionTrace, save_traces
     from spark_runtime.chat import ChatFormat
-    from spark_runtime.engine import Engine, EngineOptions
+    from spark_runtime.engine import Engine, context_for
+    from spark_runtime.gguf_file import read_gguf
+    from spark_runtime.model_shape import shape_of
 
+    file = read_gguf(model)
+    shape = shape_of(file)
+    n_ctx = context_for(shape, ctx)
+    # Slots count what was selected, not in which order.
+    tiers = TierOptions(no_tier=trace is not None)
+    plan = plan_for(file, shape, tiers, None, n_ctx, n_outputs_max=DECODE_BATCH)
+    options = planned_options(plan, tiers, n_ctx, threads, n_outputs_max=DECODE_BATCH)
     traces: list[SessionTrace] = []
     with (
-        Engine.load(model, EngineOptions(n_ctx=ctx, n_threads=threads)) as engine,
+        Engine.load(model, options) as engine,
         context.spool() as spool,
         context.output.progress("recording sessions", len(work) if isinstance(work, list) else None) as advance,
         interrupts_at_checks() as check_interrupt,
     ):
         warn_about_counting(context, engine)
+        warn_about_tiers(context, engine)
         hash_of = _session_hashes(context, demo=demo)
         chat = ChatFormat(engine)
         for workload, item in work:

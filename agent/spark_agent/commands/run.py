@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from spark_agent.context import AgentContext, warn_about_counting
-from spark_agent.errors import RefusedError, SparkError
+from spark_agent.errors import RefusedError
+from spark_agent.manifests import find_manifest
 from spark_agent.output import counted
 from spark_agent.sizes import format_size
+from spark_agent.tiering import TierOptions, plan_for, plan_table, planned_options, tiers_of, warn_about_tiers
 from spark_agent.workload_name import check_workload_name
 
 if TYPE_CHECKING:
     from spark_runtime.engine import Engine
+    from spark_runtime.gguf_file import GgufModel
+    from spark_runtime.tier_plan import TierPlan
     from spark_schemas.manifest import PlacementManifest
     from spark_schemas.model import ModelShape
 
@@ -33,19 +38,36 @@ def run_command(
         int, typer.Option(min=0, help="Context, tokens; 0: the manifest's, else as trained, at most 8192.")
     ] = 0,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: all this process may use.")] = 0,
+    vram: Annotated[
+        str | None, typer.Option(help="Most video memory to use, e.g. 14G; left out: what is free but a reserve.")
+    ] = None,
+    residency: Annotated[
+        float | None, typer.Option(help="Share of the experts to keep in slots, e.g. 0.6, whatever fits.")
+    ] = None,
+    ubatch: Annotated[
+        int, typer.Option(min=0, help="Tokens of a prompt computed at once; 0: as many as fit, at most 2048.")
+    ] = 0,
+    devices: Annotated[int, typer.Option(min=0, help="GPUs to spread the layers over; 0: all.")] = 0,
+    pinned_share: Annotated[
+        float,
+        typer.Option(min=0.0, max=1.0, help="Share of the slots that hold the manifest's hottest experts for good."),
+    ] = 0.0,
+    no_tier: Annotated[bool, typer.Option("--no-tier", help="Keep every expert resident, as llama.cpp does.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the memory plan and load nothing.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the start-up object as JSON.")] = False,
 ) -> None:
     """Serve a model's OpenAI-compatible API on this machine and count its routing."""
-    from spark_agent.server.serve import bind, serve
-    from spark_runtime.engine import Engine, EngineOptions
+    from spark_runtime.engine import context_for
+    from spark_runtime.gguf_file import read_gguf
     from spark_runtime.manifest_check import check_manifest
-    from spark_runtime.model_shape import read_model_shape
+    from spark_runtime.model_shape import shape_of
 
     context = AgentContext.create(json_mode=json)
     check_workload_name(workload)
     path = context.model_path(model)
-    shape = read_model_shape(path)
-    placement = _load_placement(manifest, shape)
+    file = read_gguf(path)
+    shape = shape_of(file)
+    placement = find_manifest(manifest, shape.fingerprint) if manifest is not None else None
     if placement is not None:
         check_manifest(placement, shape)
         if ctx > placement.n_ctx:
@@ -54,76 +76,123 @@ def run_command(
                 f"{format_size(shape.context_bytes(ctx) - shape.context_bytes(placement.n_ctx))} more than it counted"
             )
         ctx = ctx or placement.n_ctx
+    tiers = TierOptions(vram, residency, ubatch, devices, pinned_share, no_tier)
+    tiers.check(placement)
+    n_ctx = context_for(shape, ctx)
+    if dry_run:
+        plan = plan_for(file, shape, tiers, placement, n_ctx, always=True)
+        _show_plan(context, path, shape, n_ctx, plan, placement)
+        return
     address = host if host is not None else context.environment.host
-    with (
-        bind(address, context.environment.port if port is None else port) as listener,
-        context.spool() as spool,
-    ):
+    _serve(
+        context,
+        _Load(path, file, shape, tiers, placement, n_ctx, threads),
+        (address, context.environment.port if port is None else port),
+        workload,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """What is loaded."""
+
+    path: Path
+    file: GgufModel
+    shape: ModelShape
+    tiers: TierOptions
+    placement: PlacementManifest | None
+    n_ctx: int
+    threads: int
+
+
+def _serve(context: AgentContext, load: _Load, address: tuple[str, int], workload: str) -> None:
+    from spark_agent.server.serve import bind, serve
+    from spark_runtime.engine import Engine
+
+    with bind(*address) as listener, context.spool() as spool:
         key = context.session_key()
-        with Engine.load(path, EngineOptions(n_ctx=ctx, n_threads=threads)) as engine:
+        plan = plan_for(load.file, load.shape, load.tiers, load.placement, load.n_ctx)
+        if plan is not None:
+            context.output.info(plan_table(plan))
+            _warn_about_budget(context, load, plan)
+        options = planned_options(plan, load.tiers, load.n_ctx, load.threads)
+        with Engine.load(load.path, options) as engine:
             warn_about_counting(context, engine)
-            start = _start_object(context, path, engine, placement, spool.stats().pending)
+            warn_about_tiers(context, engine)
             serve(
                 context,
                 engine,
                 spool,
                 listener,
                 key=key,
-                name=path.stem,
+                name=load.path.stem,
                 workload=workload,
-                start=start,
+                start=_start_object(context, load, engine, plan, spool.stats().pending),
+                resident_share=1.0 if plan is None else plan.resident_share,
                 describe=_describe,
             )
 
 
-def _load_placement(manifest: str | None, shape: ModelShape) -> PlacementManifest | None:
-    if manifest is None:
-        return None
-    from spark_agent.manifests import ManifestStore, load_manifest
-    from spark_agent.paths import manifests_dir
+def _warn_about_budget(context: AgentContext, load: _Load, plan: TierPlan) -> None:
+    """A manifest counts weights, slots and the context; a load takes compute buffers and more besides."""
+    taken = sum(part.total for part in plan.memory.devices)
+    placement = load.placement
+    if placement is None or plan.start is None or load.tiers.vram is not None or load.tiers.residency is not None:
+        return
+    if taken > placement.vram_budget_bytes:
+        context.output.warning(
+            f"the manifest was planned for {format_size(placement.vram_budget_bytes)}, but with compute buffers and "
+            f"what the tiers need besides it takes {format_size(taken)}"
+        )
+        context.output.hint(f"--vram {placement.vram_budget_bytes} keeps within it, by the same profile")
 
-    file = Path(manifest)
-    if file.is_file() or file.suffix or file.name != manifest:
-        return load_manifest(file)
-    check_workload_name(manifest, option="--manifest")
-    found = ManifestStore(manifests_dir()).get(shape.fingerprint, manifest)
-    if found is None:
-        raise SparkError(f"no profile {manifest!r} was pulled for this model", f"spark pull-profile {manifest}")
-    return found
+
+def _show_plan(
+    context: AgentContext,
+    path: Path,
+    shape: ModelShape,
+    n_ctx: int,
+    plan: TierPlan | None,
+    placement: PlacementManifest | None,
+) -> None:
+    from spark_runtime.tier_plan import cards
+
+    value = {
+        "model": str(path),
+        "fingerprint": shape.fingerprint,
+        "n_ctx": n_ctx,
+        "tiers": tiers_of(shape, n_ctx, plan, None, on_gpu=bool(cards())),
+        "manifest": _manifest_of(placement),
+    }
+    context.output.result(value, "" if plan is None else plan_table(plan))
 
 
 def _start_object(
-    context: AgentContext, path: Path, engine: Engine, placement: PlacementManifest | None, pending: int
+    context: AgentContext, load: _Load, engine: Engine, plan: TierPlan | None, pending: int
 ) -> dict[str, Any]:
-    shape = engine.shape
-    kv_bytes = shape.context_bytes(engine.n_ctx)
     return {
-        "model": str(path),
-        "fingerprint": shape.fingerprint,
+        "model": str(load.path),
+        "fingerprint": engine.shape.fingerprint,
         "n_ctx": engine.n_ctx,
-        # Without the native backend llama.cpp holds every expert on one device, so nothing is tiered yet.
-        "tiers": {
-            "backend": "llama.cpp",
-            "device": "gpu" if engine.on_gpu else "cpu",
-            "tiered": False,
-            "core_bytes": shape.core_bytes,
-            "expert_bytes": shape.expert_bytes_total,
-            "kv_bytes": kv_bytes,
-        },
-        "manifest": None
-        if placement is None
-        else {
-            "workload": placement.workload,
-            "profile_revision": placement.profile_revision,
-            "slots": sum(layer.slots for layer in placement.layers),
-            "vram_slots_bytes": placement.bytes.vram_slots,
-            "expected_cold_hit_rate": placement.expected.cold_hit_rate if placement.expected else None,
-        },
+        "tiers": tiers_of(engine.shape, engine.n_ctx, plan, engine, on_gpu=engine.on_gpu),
+        "manifest": _manifest_of(load.placement),
         "upload": {
             "allowed": _may_upload(context),
             "pending": pending,
             "service_url": context.service_url(),
         },
+    }
+
+
+def _manifest_of(placement: PlacementManifest | None) -> dict[str, Any] | None:
+    if placement is None:
+        return None
+    return {
+        "workload": placement.workload,
+        "profile_revision": placement.profile_revision,
+        "slots": sum(layer.slots for layer in placement.layers),
+        "vram_slots_bytes": placement.bytes.vram_slots,
+        "expected_cold_hit_rate": placement.expected.cold_hit_rate if placement.expected else None,
     }
 
 
@@ -145,16 +214,21 @@ def _describe(start: dict[str, Any]) -> str:
         f"serving   {start['base_url']}  (OpenAI: base_url={start['base_url']}/v1)",
         f"model     {start['model']}  {start['fingerprint']}",
         f"memory    {format_size(tiers['core_bytes'])} core, {format_size(tiers['expert_bytes'])} experts, "
-        f"{format_size(tiers['kv_bytes'])} context of {start['n_ctx']} tokens; all experts on the {tiers['device']}",
+        f"{format_size(tiers['kv_bytes'])} context of {start['n_ctx']} tokens; {_where(tiers)}",
     ]
     if placement is not None:
         rate = placement["expected_cold_hit_rate"]
         promise = "" if rate is None else f", expected cold-hit rate {rate:.1%}"
         lines.append(
             f"manifest  {placement['workload']}: {placement['slots']} slots, "
-            f"{format_size(placement['vram_slots_bytes'])}{promise}; accepted, "
-            "though this version keeps every expert resident"
+            f"{format_size(placement['vram_slots_bytes'])}{promise}"
         )
     allowed = "on" if upload["allowed"] else "off: see spark-agent upload status"
     lines.append(f"uploads   {allowed}; {counted(upload['pending'], 'histogram')} waiting")
     return "\n".join(lines)
+
+
+def _where(tiers: dict[str, Any]) -> str:
+    if not tiers["tiered"]:
+        return f"all experts on the {tiers['device']}"
+    return f"{tiers['slots']} experts in slots ({tiers['residency']:.0%}), the {tiers['engine']} fetches the others"

@@ -25,12 +25,14 @@ from spark_agent.demo.identity_check import DEMO_THREADS, PROMPTS, TOKENS, say
 from spark_agent.demo.processes import Sandbox
 from spark_agent.demo.sessions import DEMO_KEY
 from spark_agent.errors import SparkError, UsageError
+from spark_agent.manifests import load_manifest
 from spark_agent.output import Output, report_fault
 from spark_agent.traces import SessionTrace, load_traces
 from spark_runtime.engine import default_context
 from spark_runtime.model_shape import read_model_shape
 from spark_runtime.models import demo_model_path
 from spark_runtime.placement import layer_sizes, residency_budget
+from spark_runtime.tier_start import manifest_start
 from spark_schemas.manifest import PlacementManifest
 from spark_schemas.model import ModelShape
 from spark_schemas.split import split_of
@@ -115,7 +117,7 @@ def _run(sandbox: Sandbox, output: Output) -> None:
         output.info("[4/5] built the profiles, judged them on held-out sessions, pulled the manifests")
         identical = _identical_output(sandbox, model, manifest)
         output.info(
-            f"[5/5] {len(PROMPTS)} answers of {TOKENS} tokens, counted and with the manifest: "
+            f"[5/5] {len(PROMPTS)} answers of {TOKENS} tokens, counted and from the manifest's slots: "
             + ("the same bits" if identical else "DIFFERENT from plain llama.cpp")
         )
     _print_table(output, rows)
@@ -124,7 +126,7 @@ def _run(sandbox: Sandbox, output: Output) -> None:
     output.info(f"done in {time.monotonic() - started:.0f} s")
     sys.stdout.write(json.dumps({"identical_output": identical, "rows": [asdict(row) for row in rows]}) + "\n")
     if not identical:
-        raise SparkError("counting changed what the model says", "report this machine's CPU and compiler")
+        raise SparkError("counting or slots changed what the model says", "report this machine's CPU and compiler")
 
 
 def _rows(
@@ -159,12 +161,17 @@ def _pull(sandbox: Sandbox, shape: ModelShape, workload: str, residency: float) 
 
 
 def _identical_output(sandbox: Sandbox, model: Path, manifest: Path) -> bool:
-    plain, counted = say(model, counting=False), say(model, counting=True)
+    start = manifest_start(load_manifest(manifest))
+    plain, counted, tiered = (
+        say(model, counting=False),
+        say(model, counting=True),
+        say(model, counting=True, tier=start),
+    )
     with sandbox.serving(
         "spark_agent.cli", "run", str(model), "-p", "0", "--json", "--manifest", str(manifest), *_THREADS
     ) as agent:
         served = tuple(_ask(agent, prompt) for prompt in PROMPTS)
-    return plain == counted and served == plain.answers
+    return plain == counted == tiered and served == plain.answers
 
 
 def _ask(agent: Mapping[str, Any], prompt: str) -> str:

@@ -1,4 +1,4 @@
-"""Whether counting and a manifest change anything that the model says."""
+"""Whether counting and slots change anything that the model says."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from spark_runtime.chat import ChatFormat
 from spark_runtime.engine import Engine, EngineOptions
 from spark_runtime.sampling import Sampling
 from spark_runtime.session_counts import SessionCounts
+from spark_runtime.tier_start import TierStart
 
 __all__ = ["DEMO_THREADS", "PROMPTS", "TOKENS", "Said", "say"]
 
@@ -32,11 +33,16 @@ class Said:
     answers: tuple[str, ...]
 
 
-def say(model: Path, *, counting: bool) -> Said:
-    """Answer :data:`PROMPTS` greedily, up to ``TOKENS`` tokens each, with routing counted or with plain llama.cpp."""
+def say(model: Path, *, counting: bool, tier: TierStart | None = None) -> Said:
+    """Answer :data:`PROMPTS` greedily, up to ``TOKENS`` tokens each, counted or not, from slots or by plain llama.cpp.
+
+    Weights stay as they lie in the file: llama.cpp would repack them for the CPU where they are not in slots, and
+    compute them by kernels that round otherwise.
+    """
     digest = hashlib.sha256()
     answers: list[str] = []
-    with Engine.load(model, EngineOptions(n_threads=DEMO_THREADS, count_routing=counting)) as engine:
+    options = EngineOptions(n_threads=DEMO_THREADS, count_routing=counting, tier=tier, repack=False)
+    with Engine.load(model, options) as engine:
         chat = ChatFormat(engine)
         for prompt in PROMPTS:
             engine.reset()

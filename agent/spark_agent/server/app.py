@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -39,15 +39,21 @@ _T = TypeVar("_T")
 class _ChatApi:
     """Handlers that share the worker, the chat template and the model's name."""
 
-    def __init__(self, worker: Worker, chat: ChatFormat, model: str, health: dict[str, Any]) -> None:
+    def __init__(
+        self, worker: Worker, chat: ChatFormat, model: str, health: dict[str, Any], stats: Callable[[], dict[str, Any]]
+    ) -> None:
         self._worker = worker
         self._chat = chat
         self._model = model
         self._health = health
+        self._stats = stats
         self._started = int(time.time())
 
     async def health(self, _request: Request) -> Response:
         return JSONResponse({"status": "ok", **self._health, "waiting": self._worker.waiting})
+
+    async def stats(self, _request: Request) -> Response:
+        return JSONResponse(self._stats())
 
     async def models(self, _request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._entry()]})
@@ -150,13 +156,20 @@ class _Answer:
 
 
 def create_app(
-    worker: Worker, chat: ChatFormat, *, model: str, health: dict[str, Any], lifespan: Lifespan[Starlette] | None = None
+    worker: Worker,
+    chat: ChatFormat,
+    *,
+    model: str,
+    health: dict[str, Any],
+    stats: Callable[[], dict[str, Any]],
+    lifespan: Lifespan[Starlette] | None = None,
 ) -> Starlette:
-    """The application; ``health`` is added to what ``/health`` answers."""
-    api = _ChatApi(worker, chat, model, health)
+    """The application; ``health`` is added to what ``/health`` answers, ``stats`` gives what ``/spark/stats`` does."""
+    api = _ChatApi(worker, chat, model, health, stats)
     return Starlette(
         routes=[
             Route("/health", api.health),
+            Route("/spark/stats", api.stats),
             Route("/v1/models", api.models),
             Route("/v1/models/{name:path}", api.model),
             Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),

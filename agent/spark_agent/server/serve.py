@@ -22,6 +22,7 @@ from spark_agent.errors import RefusedError, SparkError, UsageError
 from spark_agent.identity import session_hash
 from spark_agent.server.app import create_app
 from spark_agent.server.sessions import LiveSessions
+from spark_agent.server.stats import tier_stats
 from spark_agent.server.uploader import Uploader
 from spark_agent.server.worker import Worker
 from spark_agent.spool import Spool
@@ -79,9 +80,13 @@ def serve(
     name: str,
     workload: str,
     start: dict[str, Any],
+    resident_share: float,
     describe: Callable[[dict[str, Any]], str],
 ) -> None:
-    """Serve until SIGINT or SIGTERM; then finish, keep all counts, and return. ``key`` is that of session hashes."""
+    """Serve until SIGINT or SIGTERM; then finish, keep all counts, and return. ``key`` is that of session hashes.
+
+    ``resident_share`` of the experts' bytes is in slots; it is told with the counters.
+    """
 
     def close(lineage: str, counts: SessionCounts) -> None:
         histogram = counts.to_histogram(session_hash(key, lineage), workload)
@@ -111,6 +116,7 @@ def serve(
         ChatFormat(engine),
         model=name,
         health={"model": Path(start["model"]).name, "fingerprint": engine.shape.fingerprint},
+        stats=lambda: tier_stats(engine, resident_share),
         lifespan=lifespan,
     )
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_CUT_OFF_S, server_header=False)

@@ -2,56 +2,46 @@
 
 from __future__ import annotations
 
-import fcntl
 import functools
-import hashlib
 import os
 import platform
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib.resources import files
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-
-import platformdirs
 
 from spark_runtime.errors import InstallationError
 from spark_runtime.ggml import LLAMA_CPP_PYTHON_VERSION
+from spark_runtime.native.cache import cache_key, complaints, kept, packaged
 
 __all__ = ["LIBRARY_NAME", "library_path"]
 
 LIBRARY_NAME = "libspark-native.so"
-SOURCES = ("ggml_layout.h", "tap.cpp")
-FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-Wall", "-Wextra")
+#: Without -ffp-contract=off a compiler may fuse a product and a sum on one machine and round twice on another.
+FLAGS = (
+    "-std=c++17",
+    "-O2",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-pthread",
+    "-Wall",
+    "-Wextra",
+)
+LINK_FLAGS = ("-shared", "-pthread")
+LIBRARIES = ("-ldl",)
 _COMPILERS = ("c++", "g++", "clang++")
-_COMPILE_S = 120
-_SHOWN_LINES = 12
+_COMPILE_S = 300
 
 
 def library_path() -> tuple[Path, str]:
     """The built library, compiled now if it is not in the cache, and the stamp inside it.
 
-    Raises :class:`InstallationError` without a compiler, or with its complaints. Processes that start at once build
-    it once. A library that is not what was built, by a killed build or a damaged disk, is built again: loading one can
-    end the process.
+    Raises :class:`InstallationError` without a compiler, or with its complaints.
     """
     compiler = _compiler()
     stamp = _stamp(compiler)
-    folder = platformdirs.user_cache_path("spark", appauthor=False) / "native" / stamp
-    path = folder / LIBRARY_NAME
-    try:
-        if not _is_intact(path):
-            folder.mkdir(parents=True, exist_ok=True)
-            with _locked(folder / "lock"):
-                if not _is_intact(path):
-                    _compile(compiler, path, stamp)
-    except OSError as error:
-        raise InstallationError(
-            f"cannot build the native library in {folder}: {error.strerror}", "check the folder and its space"
-        ) from error
-    return path, stamp
+    return kept(stamp, LIBRARY_NAME, functools.partial(_compile, compiler, stamp)), stamp
 
 
 def _compiler() -> str:
@@ -66,13 +56,9 @@ def _compiler() -> str:
 
 
 def _stamp(compiler: str) -> str:
-    """SHA-256 over sources, flags, compiler, machine and the version whose structures are read."""
-    digest = hashlib.sha256()
-    for part in (_compiler_version(compiler), platform.machine(), LLAMA_CPP_PYTHON_VERSION, *FLAGS):
-        digest.update(f"{part}\n".encode())
-    for name in SOURCES:
-        digest.update(_sources().joinpath(name).read_bytes())
-    return digest.hexdigest()[:32]
+    """A key over sources, flags, compiler, machine and the version whose structures are read."""
+    fixed = (_compiler_version(compiler), platform.machine(), LLAMA_CPP_PYTHON_VERSION, *FLAGS, *LINK_FLAGS, *LIBRARIES)
+    return cache_key([*fixed, *(part for path in packaged(".cpp", ".h") for part in (path.name, path.read_bytes()))])
 
 
 @functools.cache
@@ -86,46 +72,24 @@ def _compiler_version(compiler: str) -> str:
     return answer.stdout
 
 
-def _sources() -> Path:
-    return Path(str(files("spark_runtime.native")))
+def _compile(compiler: str, stamp: str, path: Path) -> None:
+    """Compile the sources side by side and link them; the objects lie beside the library, in its temporary folder."""
+    objects = {source: path.with_name(f"{source.stem}.o") for source in packaged(".cpp")}
+    compile_one = [compiler, *FLAGS, f'-DSPARK_STAMP="{stamp}"', "-c"]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        commands = [[*compile_one, "-o", str(made), str(source)] for source, made in objects.items()]
+        list(pool.map(_run, commands))
+    _run([compiler, *LINK_FLAGS, "-o", str(path), *map(str, objects.values()), *LIBRARIES])
+    if not path.is_file():
+        raise InstallationError(f"{compiler} succeeded and wrote no library", "set CXX to another compiler")
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _compile(compiler: str, path: Path, stamp: str) -> None:
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        built = Path(folder) / path.name
-        sources = [str(_sources() / name) for name in SOURCES if name.endswith(".cpp")]
-        command = [compiler, *FLAGS, f'-DSPARK_STAMP="{stamp}"', "-o", str(built), *sources]
-        try:
-            answer = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_S, check=False)
-        except subprocess.TimeoutExpired as error:
-            raise InstallationError(f"{compiler} did not finish within {_COMPILE_S} s", "try again") from error
-        if answer.returncode:
-            complaints = "\n".join(answer.stderr.strip().splitlines()[:_SHOWN_LINES])
-            raise InstallationError(f"{compiler} cannot build the native library:\n{complaints}", "set CXX to another")
-        if not built.is_file():
-            raise InstallationError(f"{compiler} succeeded and wrote no library", "set CXX to another compiler")
-        digest = _digest(built)
-        built.replace(path)
-        _digest_path(path).write_text(digest)
-
-
-def _is_intact(path: Path) -> bool:
+def _run(command: list[str]) -> None:
     try:
-        return _digest_path(path).read_text() == _digest(path)
-    except FileNotFoundError:
-        return False
-
-
-def _digest_path(path: Path) -> Path:
-    return path.with_suffix(".sha256")
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise InstallationError(f"{command[0]} did not finish within {_COMPILE_S} s", "try again") from error
+    if answer.returncode:
+        raise InstallationError(
+            f"{command[0]} cannot build the native library:\n{complaints(answer.stderr)}", "set CXX to another"
+        )

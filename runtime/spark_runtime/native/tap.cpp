@@ -161,6 +161,7 @@ void computed(tap & self, const ggml_tensor * node) {
 #define SPARK_STAMP "unstamped"
 #endif
 
+#pragma GCC visibility push(default)  // the library hides what it is not told to show
 extern "C" {
 
 const char * spark_native_stamp(void) { return SPARK_STAMP; }
@@ -225,3 +226,4 @@ void spark_tap_reset(void * handle) {
 }
 
 }  // extern "C"
+#pragma GCC visibility pop

@@ -25,7 +25,12 @@ def test_a_machine_without_a_service_is_well(agent_cli):
     result = agent_cli("doctor", "--json")
     assert result.code == 0
     checks = checks_of(result)
-    assert list(checks) == ["spark", "llama-cpp-python", "native", "model", "spool", "service", "consent"]
+    tiers = ["tiers", "tier-engine", "nvrtc", "cuda-driver", "host-memory", "llama-server"]
+    assert list(checks) == ["spark", "llama-cpp-python", "native", *tiers, "model", "spool", "service", "consent"]
+    assert "SPARK0" in checks["tiers"]["value"]
+    assert "may be pinned" in checks["host-memory"]["value"]
+    assert "GGML_BACKEND_PATH=" in checks["llama-server"]["value"]
+    assert checks["llama-server"]["value"].endswith("llama-server --device SPARK0 -m MODEL")
     assert checks["native"]["status"] == "ok"
     assert "mf1-" in checks["model"]["value"]
     assert checks["service"]["status"] == "warn"

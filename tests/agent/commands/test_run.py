@@ -63,6 +63,7 @@ def test_the_start_up_object_and_a_manifest(manifest, tmp_path):
         assert list(start) == ["base_url", "model", "fingerprint", "n_ctx", "tiers", "manifest", "upload"]
         assert start["fingerprint"] == manifest.fingerprint
         assert start["tiers"]["expert_bytes"] > 0
+        assert start["tiers"]["tiered"] is False, "the manifest holds every expert"
         assert start["manifest"]["workload"] == "chat"
         assert start["manifest"]["slots"] == sum(layer.slots for layer in manifest.layers)
         assert start["upload"] == {"allowed": False, "pending": 0, "service_url": "http://127.0.0.1:8710"}
@@ -70,6 +71,64 @@ def test_the_start_up_object_and_a_manifest(manifest, tmp_path):
         assert (health["status"], health["fingerprint"]) == ("ok", manifest.fingerprint)
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
+
+
+def chat(start: dict, text: str) -> str:
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 12, "temperature": 0}
+    reply = httpx.post(f"{start['base_url']}/v1/chat/completions", json=body, timeout=30, trust_env=False)
+    assert reply.status_code == 200, reply.text
+    return reply.json()["choices"][0]["message"]["content"]
+
+
+def test_a_manifest_is_placed(manifest, tmp_path, kept):
+    text, path = "How are you today?", tmp_path / "manifest.json"
+    layers = tuple(layer.model_copy(update={"slots": 20}) for layer in manifest.layers)
+    slot_bytes = sum(layer.slots * layer.expert_bytes for layer in layers)
+    sizes = manifest.bytes.model_copy(
+        update={
+            "vram_slots": slot_bytes,
+            "vram_total": manifest.bytes.vram_total - manifest.bytes.vram_slots + slot_bytes,
+        }
+    )
+    path.write_text(manifest.model_copy(update={"layers": layers, "bytes": sizes}).model_dump_json())
+    # The weights of a model that is not tiered are repacked for the CPU, which rounds otherwise.
+    with running("--residency", "1") as (process, start):
+        all_in_slots = chat(start, text)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    with running("--manifest", path, "--pinned-share", "0.1") as (process, start):
+        tiers = start["tiers"]
+        assert (tiers["tiered"], tiers["backend"], tiers["slots"]) == (True, "spark", 80)
+        assert tiers["engine"] in {"cuda", "host"}
+        assert tiers["residency"] == pytest.approx(80 / 256)
+        assert tiers["slot_bytes"] >= slot_bytes
+        assert tiers["host_bytes"] == tiers["expert_bytes"]
+        assert chat(start, text) == all_in_slots
+        stats = httpx.get(f"{start['base_url']}/spark/stats", trust_env=False).json()
+        assert stats["resident_share"] == tiers["residency"]
+        assert stats["phases"]["decode"]["cold_hit_rate"] > 0
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=20)
+        assert process.returncode == 0
+    assert "80 of 256 experts in slots (31.2%)" in err, "the plan"
+    assert "it takes" in err, "compute buffers are beyond what the manifest counted"
+    assert len(kept()) == 1, "both counted the same, which is one histogram"
+
+
+def test_a_dry_run_shows_the_plan_and_loads_nothing(agent_cli):
+    tiers = agent_cli("run", "--dry-run", "--json", "--residency", "0.5").json["tiers"]
+    assert (tiers["tiered"], tiers["engine"], tiers["residency"]) == (True, None, 0.5)
+    assert {"tier", "what", "bytes"} == set(tiers["plan"][0])
+    shown = agent_cli("run", "--dry-run", "--vram", "17M")
+    assert (shown.code, "experts in slots" in shown.out) == (0, True)
+    assert "every expert is resident" in agent_cli("run", "--dry-run", "--no-tier").out
+    assert not state_dir().exists()
+
+
+def test_what_does_not_fit_is_refused_before_loading(agent_cli):
+    agent_cli("run", "-p", 0, "--vram", "8M", "--devices", "1").failed(1, "needs", "expected at most 8 MiB", "--ubatch")
+    agent_cli("run", "-p", 0, "--vram", "4M", "--no-tier", "--dry-run").failed(1, "every expert resident", "--vram")
+    agent_cli("run", "-p", 0, "--residency", "0.5", "--devices", "99").failed(1, "99 devices", "use at most")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -131,6 +190,11 @@ def test_only_loopback_is_listened_on(agent_cli, host):
         (["--port", "99999"], "--port"),
         (["--bogus"], "--bogus"),
         (["--workload", "Not Good"], "--workload"),
+        (["--vram", "1G", "--residency", "0.5"], "--residency"),
+        (["--residency", "7"], "--residency"),
+        (["--pinned-share", "2"], "--pinned-share"),
+        (["--pinned-share", "0.5"], "--manifest"),
+        (["--no-tier", "--residency", "0.5"], "--no-tier"),
         (["a.gguf", "b.gguf"], "b.gguf"),
     ],
 )

@@ -9,8 +9,9 @@ import pytest
 from spark_agent.demo import identity_check
 from spark_agent.demo.identity_check import PROMPTS, say
 from spark_runtime.gguf_file import read_gguf
-from spark_runtime.model_shape import expert_tensors
+from spark_runtime.model_shape import expert_tensors, read_model_shape
 from spark_runtime.models import demo_model_path
+from spark_runtime.tier_start import uniform_start
 
 
 @pytest.fixture(autouse=True)
@@ -18,9 +19,11 @@ def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(identity_check, "TOKENS", 8)
 
 
-def test_counting_changes_nothing_and_answers_repeat() -> None:
+def test_counting_and_slots_change_nothing_and_answers_repeat() -> None:
     plain = say(demo_model_path(), counting=False)
     assert plain == say(demo_model_path(), counting=True)
+    tier = uniform_start(read_model_shape(demo_model_path()), 0.4)
+    assert plain == say(demo_model_path(), counting=True, tier=tier)
     assert len(plain.answers) == len(PROMPTS)
     assert all(plain.answers)
 

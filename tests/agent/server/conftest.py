@@ -18,11 +18,13 @@ import uvicorn
 from spark_agent.server.app import create_app
 from spark_agent.server.serve import bind
 from spark_agent.server.sessions import LiveSessions
+from spark_agent.server.stats import tier_stats
 from spark_agent.server.worker import Worker
 from spark_runtime.chat import ChatFormat
 from spark_runtime.engine import Engine, EngineOptions
 from spark_runtime.models import demo_model_path
 from spark_runtime.session_counts import SessionCounts
+from spark_runtime.tier_start import TierStart
 
 DEADLINE_S = 30.0
 
@@ -62,7 +64,11 @@ Serving = Callable[..., contextlib.AbstractContextManager[Agent]]
 
 @contextlib.contextmanager
 def serving(
-    model: Path | None = None, n_ctx: int = 0, refuse: Callable[[], Exception | None] = lambda: None
+    model: Path | None = None,
+    n_ctx: int = 0,
+    refuse: Callable[[], Exception | None] = lambda: None,
+    tier: TierStart | None = None,
+    repack: bool = True,
 ) -> Iterator[Agent]:
     """Serve while the block runs. ``refuse`` gives the error with which counts are not taken, if any."""
     kept: list[tuple[str, SessionCounts]] = []
@@ -75,11 +81,20 @@ def serving(
 
     with (
         bind("127.0.0.1", 0) as listener,
-        Engine.load(model or demo_model_path(), EngineOptions(n_ctx=n_ctx, n_threads=1)) as engine,
+        Engine.load(
+            model or demo_model_path(),
+            EngineOptions(n_ctx=n_ctx, n_threads=1, n_outputs_max=1, tier=tier, repack=repack),
+        ) as engine,
     ):
         sessions = LiveSessions(engine.shape, keep, time.monotonic)
         worker = Worker(engine, sessions, complaints.append)
-        app = create_app(worker, ChatFormat(engine), model="nano", health={"fingerprint": engine.shape.fingerprint})
+        app = create_app(
+            worker,
+            ChatFormat(engine),
+            model="nano",
+            health={"fingerprint": engine.shape.fingerprint},
+            stats=lambda: tier_stats(engine, 0.6),
+        )
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         worker.start()

@@ -1,0 +1,157 @@
+"""``spark-agent bench``: the published tables, on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from spark_agent.context import AgentContext
+from spark_agent.errors import UsageError
+from spark_agent.interrupts import interrupts_at_checks
+from spark_agent.manifests import find_manifest
+from spark_agent.sizes import format_size
+
+if TYPE_CHECKING:
+    from spark_agent.benchmark import Benchmark, Row
+    from spark_agent.output import Output
+
+__all__ = ["bench_command"]
+
+_COLUMNS = (
+    "config",
+    "residency",
+    "slots",
+    "decode tok/s",
+    "of all-gpu",
+    "prefill tok/s",
+    "cold/token",
+    "cold rate",
+    "memory",
+    "planned",
+    "off by",
+    "logits",
+)
+_DIGEST_SHOWN = 8
+
+
+def bench_command(
+    model: Annotated[Path | None, typer.Argument(help="GGUF file; the bundled demo model if left out.")] = None,
+    residency: Annotated[
+        list[float] | None, typer.Option(help="Share of the experts in slots; may be repeated. [default: 0.6, 0.31]")
+    ] = None,
+    ring: Annotated[
+        list[float] | None,
+        typer.Option(help="Share of the slots that experts move through; may be repeated. [default: 0.25, 0.5, 1]"),
+    ] = None,
+    manifest: Annotated[
+        str | None, typer.Option(help="Take the profile of a manifest instead of counting one: file or pulled name.")
+    ] = None,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens before decode.")] = 512,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens decoded one at a time, the first 16 not timed.")] = 144,
+    prefill: Annotated[int, typer.Option(min=1, help="Tokens of the long prompt.")] = 4096,
+    calibration: Annotated[int, typer.Option(min=1, help="Other tokens that are counted for the profile.")] = 512,
+    ubatch: Annotated[
+        int, typer.Option(min=0, help="Tokens of a prompt computed at once; 0: 2048 on a GPU if it fits, else 512.")
+    ] = 0,
+    devices: Annotated[int, typer.Option(min=0, help="GPUs to spread the layers over; 0: all.")] = 0,
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: all this process may use.")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure speed, cold hits, memory and bits of every way to run a model, in one run on this machine."""
+    from spark_agent.benchmark import Benchmark, Workload
+    from spark_runtime.gguf_file import read_gguf
+    from spark_runtime.manifest_check import check_manifest
+    from spark_runtime.model_shape import shape_of
+
+    context = AgentContext.create(json_mode=json)
+    residencies = _shares("--residency", residency, (0.6, 0.31))
+    rings = _shares("--ring", ring, (0.25, 0.5, 1.0))
+    path = context.model_path(model)
+    file = read_gguf(path)
+    shape = shape_of(file)
+    placement = find_manifest(manifest, shape.fingerprint) if manifest is not None else None
+    if placement is not None:
+        check_manifest(placement, shape)
+    workload = Workload.within(shape, prompt, tokens, prefill, calibration)
+    benchmark = Benchmark(file, shape, workload, residencies, rings, threads, ubatch, devices, placement)
+    with (
+        interrupts_at_checks() as check,
+        context.output.progress("measuring", benchmark.steps) as advance,
+    ):
+        benchmark.check = check
+        rows = benchmark.run(advance)
+    _report(context.output, benchmark, rows)
+
+
+def _shares(option: str, given: list[float] | None, default: tuple[float, ...]) -> tuple[float, ...]:
+    for share in given or ():
+        if not 0 < share <= 1:
+            raise UsageError(f"{option}: found {share:g}, expected a share above 0, at most 1", f"e.g. {option} 0.6")
+    return tuple(dict.fromkeys(given)) if given else default
+
+
+def _report(output: Output, benchmark: Benchmark, rows: list[Row]) -> None:
+    digests = {row.logits_sha256 for row in rows if row.logits_sha256 is not None}
+    shape, workload = benchmark.shape, benchmark.workload
+    note = None
+    if not benchmark.on_cards:
+        note = (
+            "no GPU: slots and host memory are the same memory here, so speeds show no gain; bits, cold hits and "
+            "memory are what this run is about"
+        )
+    value: dict[str, Any] = {
+        "model": str(benchmark.model.path),
+        "fingerprint": shape.fingerprint,
+        "device": "gpu" if benchmark.on_cards else "cpu",
+        "n_ctx": workload.n_ctx,
+        "tokens": {
+            "prompt": workload.prompt,
+            "decode": workload.decode,
+            "long_prompt": workload.long_prompt,
+            "calibration": 0 if benchmark.manifest is not None else workload.calibration,
+        },
+        "identical_output": len(digests) == 1,
+        "note": note,
+        "rows": [row.as_json() for row in rows],
+    }
+
+    def show() -> None:
+        output.table(_COLUMNS, [_cells(row) for row in rows])
+
+    output.result(value, show)
+    if output.json_mode:
+        return
+    for reason in dict.fromkeys(row.reason for row in rows if row.reason is not None):
+        names = ", ".join(_name(row) for row in rows if row.reason == reason)
+        output.warning(f"{names}: {reason}")
+    if len(digests) > 1:
+        output.warning("the logits differ: see the last column")
+    if note is not None:
+        output.info(note)
+
+
+def _name(row: Row) -> str:
+    return row.config if row.ring is None else f"{row.config} {row.ring:.0%}"
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        _name(row),
+        f"{row.residency:.0%}",
+        _cell(row.slots, "d"),
+        _cell(row.decode_tok_s, ".1f"),
+        _cell(row.share_of_all_gpu, ".1%"),
+        _cell(row.prefill_tok_s, ".0f"),
+        _cell(row.cold_hits_per_token, ".2f"),
+        _cell(row.cold_hit_rate, ".2%"),
+        "-" if row.vram_bytes is None else format_size(row.vram_bytes),
+        "-" if row.planned_bytes is None else format_size(row.planned_bytes),
+        "-" if row.difference_percent is None else f"{row.difference_percent:+.1f}%",
+        "-" if row.logits_sha256 is None else row.logits_sha256[:_DIGEST_SHOWN],
+    )
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

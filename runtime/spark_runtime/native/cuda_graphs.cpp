@@ -1,0 +1,220 @@
+#include "cuda_graphs.h"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <set>
+
+namespace spark {
+
+namespace {
+
+constexpr size_t MAX_GRAPHS = 8;        // decode alternates between few shapes
+constexpr int TURING = 75, AMPERE = 80;
+
+cuda_graphs::node describe(const ggml_tensor * tensor) {
+    cuda_graphs::node node;
+    std::memset(&node, 0, sizeof node);
+    node.self = *tensor;
+    std::memset(node.self.padding, 0, sizeof node.self.padding);  // changes all the time, see cuda_engine::run_part
+    for (int i = 0; i < GGML_MAX_SRC; i++) {
+        if (const ggml_tensor * source = tensor->src[i]) {
+            node.data[i] = source->data;
+            std::memcpy(node.ne[i], source->ne, sizeof source->ne);
+            std::memcpy(node.nb[i], source->nb, sizeof source->nb);
+        }
+    }
+    return node;
+}
+
+bool equal(const cuda_graphs::entry & entry, const ggml_cgraph * graph) {
+    if (entry.nodes.size() != size_t(graph->n_nodes)) {
+        return false;
+    }
+    for (int i = 0; i < graph->n_nodes; i++) {
+        const cuda_graphs::node node = describe(graph->nodes[i]);
+        if (std::memcmp(&node, &entry.nodes[size_t(i)], sizeof node) != 0) {
+            return false;
+        }
+    }
+    return true;
+}
+
+}  // namespace
+
+cuda_graphs::~cuda_graphs() {
+    for (const entry & entry : entries) {
+        if (entry.exec != nullptr) {
+            gpu.cu.cuGraphExecDestroy(entry.exec);
+        }
+    }
+}
+
+CUgraphExec cuda_graphs::by_number(const ggml_cgraph * graph, uint64_t generation) {
+    if (graph->uid == 0) {
+        return nullptr;
+    }
+    for (const entry & entry : entries) {
+        if (entry.number == graph->uid && entry.generation == generation) {
+            return entry.exec;
+        }
+    }
+    return nullptr;
+}
+
+cuda_graphs::entry & cuda_graphs::by_content(const ggml_cgraph * graph, uint64_t generation) {
+    for (auto found = entries.begin(); found != entries.end(); ++found) {
+        if (found->generation == generation && equal(*found, graph)) {
+            found->number = graph->uid;
+            entries.splice(entries.begin(), entries, found);
+            return entries.front();
+        }
+    }
+    if (entries.size() == MAX_GRAPHS) {
+        if (entries.back().exec != nullptr) {
+            gpu.cu.cuGraphExecDestroy(entries.back().exec);
+        }
+        entries.pop_back();
+    }
+    entry & made = entries.emplace_front();
+    made.number = graph->uid;
+    made.generation = generation;
+    for (int i = 0; i < graph->n_nodes; i++) {
+        made.nodes.push_back(describe(graph->nodes[i]));
+    }
+    return made;
+}
+
+bool cuda_graphs::can_capture(const ggml_cgraph * graph, int capability) {
+    for (int i = 0; i < graph->n_nodes; i++) {
+        const ggml_tensor * node = graph->nodes[i];
+        if (std::strcmp(ggml_op_name(node->op), "MUL_MAT_ID") != 0) {
+            continue;
+        }
+        const ggml_tensor * weight = node->src[0];
+        if (ggml_is_quantized(weight->type)) {
+            // Older cards have no kernel for some types and more than four tokens.
+            if (node->ne[2] > (capability >= TURING ? MAX_SLOT_TOKENS : 4)) {
+                return false;
+            }
+        } else if (capability < AMPERE || weight->ne[0] % 64 || weight->ne[1] % 64 || node->ne[2] > MAX_SLOT_TOKENS) {
+            return false;
+        }
+    }
+    return true;
+}
+
+bool cuda_graphs::take(entry & entry, CUgraph captured) {
+    const size_t overlaps = gpu.cu.edits_graphs ? make_chain(captured) : 0;
+    const CUresult result = gpu.cu.cuGraphInstantiate(&entry.exec, captured, 0);
+    gpu.cu.cuGraphDestroy(captured);
+    if (result != CUDA_SUCCESS) {
+        entry.exec = nullptr;
+        ggml_log_internal(GGML_LOG_LEVEL_WARN, "spark: a token cannot become one CUDA graph: %s\n", gpu.error_name(result).c_str());
+    }
+    ggml_log_internal(GGML_LOG_LEVEL_INFO, "spark: a graph of %zu nodes is one CUDA graph, with %zu overlaps\n", entry.nodes.size(), overlaps);
+    return result == CUDA_SUCCESS;
+}
+
+// Makes one chain of a captured graph. Ours come in between the wrapped backend's kernels through events, which leaves
+// edges that say nothing new; the driver runs a graph that is no chain with more time between its kernels, all of them
+// (0.3 us on an H200). And the backend's kernels may start while their predecessor ends (programmatic dependent launch),
+// which the events took from those next to ours: ours wait by themselves, and so do kernels that are launched that way
+// elsewhere in the graph.
+size_t cuda_graphs::make_chain(CUgraph graph) const {
+    const auto & cu = gpu.cu;
+    size_t n = 0, overlaps = 0;
+    if (cu.cuGraphGetNodes(graph, nullptr, &n) != CUDA_SUCCESS) {
+        return 0;
+    }
+    std::vector<CUgraphNode> nodes(n);
+    if (cu.cuGraphGetNodes(graph, nodes.data(), &n) != CUDA_SUCCESS) {
+        return 0;
+    }
+    struct edges {
+        std::vector<CUgraphNode> nodes;
+        std::vector<CUgraphEdgeData> data;
+    };
+    const auto sources_of = [&](CUgraphNode node) {
+        edges found;
+        size_t count = 0;
+        if (cu.cuGraphNodeGetDependencies(node, nullptr, nullptr, &count) == CUDA_SUCCESS && count > 0) {
+            found.nodes.resize(count);
+            found.data.assign(count, CUgraphEdgeData{});
+            if (cu.cuGraphNodeGetDependencies(node, found.nodes.data(), found.data.data(), &count) != CUDA_SUCCESS) {
+                found = edges{};
+            }
+        }
+        return found;
+    };
+    std::map<CUgraphNode, CUfunction> kernels;
+    std::map<CUgraphNode, size_t> order;  // of capture
+    std::set<CUgraphNode> mine;
+    std::set<CUfunction> waiting(ours.begin(), ours.end());
+    for (CUgraphNode node : nodes) {
+        order[node] = order.size();
+        int type = -1;
+        CUDA_KERNEL_NODE_PARAMS params = {};
+        if (cu.cuGraphNodeGetType(node, &type) != CUDA_SUCCESS || type != CU_GRAPH_NODE_TYPE_KERNEL ||
+            cu.cuGraphKernelNodeGetParams(node, &params) != CUDA_SUCCESS) {
+            continue;
+        }
+        kernels[node] = params.func;
+        if (std::find(ours.begin(), ours.end(), params.func) != ours.end()) {
+            mine.insert(node);
+        }
+        for (const CUgraphEdgeData & edge : sources_of(node).data) {
+            if (edge.type == CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC) {
+                waiting.insert(params.func);
+            }
+        }
+    }
+    const auto drop = [&](CUgraphNode from, CUgraphNode to, const CUgraphEdgeData & edge) {
+        return cu.cuGraphRemoveDependencies(graph, &from, &to, &edge, 1) == CUDA_SUCCESS;
+    };
+    const auto overlap = [&](CUgraphNode from, CUgraphNode to, const CUgraphEdgeData & old) {
+        const auto kernel = kernels.find(to);
+        if (old.type == CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC || !kernels.count(from) || kernel == kernels.end() ||
+            !waiting.count(kernel->second) || !drop(from, to, old)) {
+            return;
+        }
+        CUgraphEdgeData edge = {};
+        edge.from_port = CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC;
+        edge.type = CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC;
+        if (cu.cuGraphAddDependencies(graph, &from, &to, &edge, 1) == CUDA_SUCCESS) {
+            overlaps++;
+        } else {
+            cu.cuGraphAddDependencies(graph, &from, &to, &old, 1);
+        }
+    };
+    // Of two sources, whether `later` comes after `earlier` anyway.
+    const auto implied = [&](CUgraphNode earlier, CUgraphNode later) {
+        if (mine.count(earlier) == mine.count(later)) {
+            return false;
+        }
+        if (mine.count(later)) {  // ours waits for all that the backend had done
+            const std::vector<CUgraphNode> before = sources_of(later).nodes;
+            return std::find(before.begin(), before.end(), earlier) != before.end();
+        }
+        return order[earlier] < order[later];  // the backend waits for each of ours before it goes on
+    };
+    for (CUgraphNode node : nodes) {
+        edges sources = sources_of(node);
+        for (size_t i = 0; sources.nodes.size() > 1 && i < sources.nodes.size();) {
+            const bool needless = std::any_of(sources.nodes.begin(), sources.nodes.end(),
+                                              [&](CUgraphNode other) { return implied(sources.nodes[i], other); });
+            if (needless && drop(sources.nodes[i], node, sources.data[i])) {
+                sources.nodes.erase(sources.nodes.begin() + std::ptrdiff_t(i));
+                sources.data.erase(sources.data.begin() + std::ptrdiff_t(i));
+            } else {
+                i++;
+            }
+        }
+        if (sources.nodes.size() == 1 && (mine.count(node) || mine.count(sources.nodes[0]))) {
+            overlap(sources.nodes[0], node, sources.data[0]);
+        }
+    }
+    return overlaps;
+}
+
+}  // namespace spark

@@ -1,0 +1,194 @@
+// Runs a tiered graph on any backend through ggml's public functions: the host reads each layer's selection, fetches
+// what is missing and goes on. It waits for the device at every layer, so it is for the CPU, for tests, and for GPUs
+// that cannot read host memory themselves.
+
+#include "tier.h"
+
+#include <cstring>
+
+namespace spark {
+
+namespace {
+
+class host_engine : public engine {
+  public:
+    explicit host_engine(tier & tier) : owner(tier) {
+        ggml_backend_dev_props props;
+        ggml_backend_dev_get_props(tier.inner, &props);
+        on_cpu = props.type == GGML_BACKEND_DEVICE_TYPE_CPU;
+    }
+
+    void placed() override {
+        holds.resize(owner.classes.size());
+        for (size_t c = 0; c < owner.classes.size(); c++) {
+            const slot_pool & pool = owner.classes[c]->pool;
+            holds[c].resize(pool.n_slots, -1);
+            for (tier_layer * layer : owner.classes[c]->layers) {
+                const layer_state & state = pool.layers[layer->index];
+                for (uint32_t expert = 0; expert < state.n_experts; expert++) {
+                    const int32_t slot = pool.slot_of[state.first + expert];
+                    if (slot >= 0 && holds[c][size_t(slot)] != int64_t(state.first + expert)) {
+                        load(*layer, expert, uint32_t(slot));
+                        holds[c][size_t(slot)] = state.first + expert;
+                    }
+                }
+            }
+        }
+    }
+
+    ggml_status compute(ggml_backend_t inner, ggml_cgraph * graph) override {
+        struct observed {
+            tier_layer * layer;
+            std::vector<int32_t> ids;
+            uint32_t n_used, n_tokens;
+        };
+        const step_end end{owner};
+        std::vector<observed> step;
+        patches patches;
+        int done = 0;
+        for (const expert_call & call : find_calls(owner, graph)) {
+            const ggml_status status = run(inner, graph, done, call.first);
+            if (status != GGML_STATUS_SUCCESS) {
+                return status;
+            }
+            done = call.first;
+            ggml_backend_synchronize(inner);
+            step.push_back({call.layer, read_ids(call), call.n_used(), call.n_tokens()});
+            make_ready(patches, graph, call, step.back().ids);
+        }
+        const ggml_status status = run(inner, graph, done, graph->n_nodes);
+        if (status != GGML_STATUS_SUCCESS) {
+            return status;
+        }
+        ggml_backend_synchronize(inner);  // before the nodes get their sources back
+        for (const observed & seen : step) {
+            seen.layer->of->pool.observe(seen.layer->index, seen.ids.data(), seen.n_used, seen.n_tokens, phase);
+        }
+        return GGML_STATUS_SUCCESS;
+    }
+
+    void read() override {}
+    void reset_counts() override {
+        for (const auto & c : owner.classes) {
+            c->pool.reset_counts();
+        }
+    }
+    void set_phase(int value) override { phase = value; }
+    const char * name() const override { return "host"; }
+
+  private:
+    // Ends a step that failed, too: what it selected would otherwise never leave again.
+    struct step_end {
+        tier & owner;
+        ~step_end() {
+            for (const auto & c : owner.classes) {
+                c->pool.end_step();
+            }
+        }
+    };
+
+    tier & owner;
+    bool on_cpu;
+    int phase = 0;
+    std::vector<move> moves;
+    std::vector<std::vector<int64_t>> holds;  // which entry each slot of each class holds
+
+    static ggml_status run(ggml_backend_t inner, ggml_cgraph * graph, int from, int to) {
+        if (from == to) {
+            return GGML_STATUS_SUCCESS;
+        }
+        if (from == 0 && to == graph->n_nodes) {
+            return ggml_backend_graph_compute_async(inner, graph);
+        }
+        ggml_cgraph part = ggml_graph_view(graph, from, to);
+        return ggml_backend_graph_compute_async(inner, &part);
+    }
+
+    static std::vector<int32_t> read_ids(const expert_call & call) {
+        // A view of all experts in order of score: its rows are longer than what was chosen.
+        std::vector<int32_t> ids(size_t(call.n_used()) * call.n_tokens());
+        for (uint32_t token = 0; token < call.n_tokens(); token++) {
+            ggml_backend_tensor_get(call.ids, &ids[size_t(token) * call.n_used()], token * call.ids->nb[1], call.n_used() * sizeof(int32_t));
+        }
+        return ids;
+    }
+
+    void make_ready(patches & patches, ggml_cgraph * graph, const expert_call & call, const std::vector<int32_t> & ids) {
+        tier_layer & layer = *call.layer;
+        slot_pool & pool = layer.of->pool;
+        const uint32_t n = uint32_t(ids.size());
+        if (layer.of->resident(layer.index, call.n_used(), call.n_tokens())) {
+            std::vector<int32_t> slots(n);
+            if (!pool.ensure(layer.index, ids.data(), n, phase, slots.data(), moves)) {
+                throw bad_ids(layer, ids);
+            }
+            for (const move & move : moves) {
+                load(layer, move.expert, move.slot);
+                holds_of(layer)[move.slot] = pool.layers[layer.index].first + move.expert;
+            }
+            shape_ids(*layer.slot_ids, call);
+            ggml_backend_tensor_set(layer.slot_ids, slots.data(), 0, n * sizeof(int32_t));
+            redirect(patches, graph, call, where::slots, layer.slot_ids);
+            return;
+        }
+        if (!pool.pass(layer.index, ids.data(), n, phase)) {
+            throw bad_ids(layer, ids);
+        }
+        if (on_cpu) {
+            return;  // the CPU multiplies by what is in host memory as it is
+        }
+        std::vector<char> touched(layer.n_experts, 0);
+        for (int32_t id : ids) {
+            touched[size_t(id)] = 1;
+        }
+        for (expert_tensor & tensor : layer.tensors) {
+            for (uint32_t expert = 0; expert < layer.n_experts; expert++) {
+                if (touched[expert]) {
+                    ggml_backend_tensor_set(tensor.scratch[0], host(tensor, expert), expert * tensor.bytes, tensor.bytes);
+                }
+            }
+        }
+        redirect(patches, graph, call, where::scratch0, call.ids);
+    }
+
+    std::vector<int64_t> & holds_of(const tier_layer & layer) {
+        size_t c = 0;
+        while (owner.classes[c].get() != layer.of) {
+            c++;
+        }
+        return holds[c];
+    }
+
+    static const char * host(const expert_tensor & tensor, uint32_t expert) {
+        return static_cast<const char *>(tensor.all->data) + size_t(expert) * tensor.bytes;
+    }
+
+    static void load(tier_layer & layer, uint32_t expert, uint32_t slot) {
+        for (expert_tensor & tensor : layer.tensors) {
+            ggml_backend_tensor_set(tensor.slots, host(tensor, expert), size_t(slot) * tensor.bytes, tensor.bytes);
+        }
+    }
+
+    static void shape_ids(ggml_tensor & ids, const expert_call & call) {
+        ids.ne[0] = call.n_used();
+        ids.ne[1] = call.n_tokens();
+        ids.nb[1] = size_t(ids.ne[0]) * sizeof(int32_t);
+        ids.nb[2] = ids.nb[3] = ids.nb[1] * size_t(ids.ne[1]);
+    }
+
+    static tier_error bad_ids(const tier_layer & layer, const std::vector<int32_t> & ids) {
+        for (int32_t id : ids) {
+            if (id < 0 || uint32_t(id) >= layer.n_experts) {
+                return {"block " + std::to_string(layer.block) + " selected expert " + std::to_string(id) + ", expected 0 to " +
+                        std::to_string(layer.n_experts - 1)};
+            }
+        }
+        return {"block " + std::to_string(layer.block) + " selected more experts than its slots can hold"};
+    }
+};
+
+}  // namespace
+
+std::unique_ptr<engine> make_host_engine(tier & tier) { return std::make_unique<host_engine>(tier); }
+
+}  // namespace spark

@@ -1,0 +1,160 @@
+"""The published tables on the demo model: the same bits everywhere, true memory, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from spark_agent.benchmark import Benchmark, Row, Workload
+from spark_agent.errors import UsageError
+from spark_agent.paths import state_dir
+from spark_runtime.errors import PlanError
+from spark_runtime.gguf_file import read_gguf
+from spark_runtime.model_shape import read_model_shape, shape_of
+from spark_runtime.models import demo_model_path
+from spark_runtime.tier_plan import cards
+
+QUICK = ("--threads", "1", "--prompt", "40", "--tokens", "24", "--prefill", "64", "--calibration", "30")
+KEYS = [
+    "config",
+    "residency",
+    "slots",
+    "decode_tok_s",
+    "prefill_tok_s",
+    "share_of_all_gpu",
+    "cold_hits_per_token",
+    "cold_hit_rate",
+    "vram_bytes",
+    "logits_sha256",
+]
+
+
+@pytest.fixture
+def quick() -> Benchmark:
+    model = read_gguf(demo_model_path())
+    shape = shape_of(model)
+    return Benchmark(model, shape, Workload.within(shape, 40, 24, 64, 30), (0.5,), (1.0,), threads=1)
+
+
+def test_the_table(agent_cli):
+    value = agent_cli("bench", "--json", *QUICK).json
+    rows = value["rows"]
+    configurations = ["uniform", "calibrated", *["calibrated+ring"] * 3, "llama-offload"]
+    assert [row["config"] for row in rows] == ["all-gpu", *configurations, *configurations]
+    assert [row["residency"] for row in rows] == [1.0, *[0.6] * 6, *[0.31] * 6]
+    assert value["identical_output"] is True
+    assert value["device"] == ("gpu" if cards() else "cpu")
+    assert (value["note"] is None) == bool(cards())
+    for row in rows:
+        assert set(KEYS) <= set(row)
+        assert row["reason"] is None
+        assert row["decode_tok_s"] > 0
+        assert row["prefill_tok_s"] > 0
+        assert row["logits_sha256"] == rows[0]["logits_sha256"]
+        assert row["vram_bytes"] > 0
+        tiered = row["config"] not in {"all-gpu", "llama-offload"}
+        assert (row["slots"] is not None) == (row["cold_hit_rate"] is not None) == tiered
+        if row["planned_bytes"] is not None and not cards():
+            assert abs(row["difference_percent"]) < 3, row
+    assert rows[0]["share_of_all_gpu"] == 1.0
+    cold = {(row["config"], row["residency"]): row["cold_hit_rate"] for row in rows}
+    assert cold["uniform", 0.31] > cold["uniform", 0.6] > 0
+    assert [row["ring"] for row in rows if row["residency"] == 0.6] == [None, None, 0.25, 0.5, 1.0, None]
+
+
+def test_a_person_reads_a_table(agent_cli):
+    result = agent_cli("bench", *QUICK, "--residency", "0.5", "--ring", "1")
+    assert result.code == 0, result.err
+    lines = result.out.splitlines()
+    assert lines[0].split()[:3] == ["config", "residency", "slots"]
+    assert len(lines) == 6
+    assert "calibrated+ring 100%" in result.out
+    assert cards() or "speeds show no gain" in result.err
+
+
+def test_a_manifest_gives_the_profile(agent_cli, make_manifest, tmp_path):
+    path = tmp_path / "manifest.json"
+    path.write_text(make_manifest(read_model_shape(demo_model_path())).model_dump_json())
+    value = agent_cli("bench", "--json", *QUICK, "--residency", "0.5", "--ring", "0.5", "--manifest", path).json
+    assert value["tokens"]["calibration"] == 0
+    assert value["identical_output"] is True
+    agent_cli("bench", *QUICK, "--manifest", "absent").failed(1, "'absent'", "pull-profile")
+    path.write_text(path.read_text().replace("mf1-", "mf1-0", 1))
+    agent_cli("bench", *QUICK, "--manifest", path).failed(1, "manifest.json")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--residency", "0"], "--residency"),
+        (["--residency", "60"], "--residency"),
+        (["--ring", "nan"], "--ring"),
+        (["--tokens", "16"], "--tokens"),
+        (["--tokens", "1024"], "--tokens"),
+        (["--bogus"], "--bogus"),
+    ],
+)
+def test_wrong_command_lines(agent_cli, arguments, word):
+    agent_cli("bench", *arguments).failed(2, word)
+
+
+@pytest.mark.parametrize("fault", ["missing", "folder", "not_gguf", "truncated", "dense", "unknown_architecture"])
+def test_a_file_that_is_no_usable_model(agent_cli, broken_model, fault):
+    agent_cli("bench", broken_model(fault), *QUICK).failed(1, fault)
+    assert not state_dir().exists()
+
+
+def test_lengths_are_cut_to_the_model(quick):
+    shape = quick.shape
+    assert Workload.within(shape, 512, 144, 4096, 512) == Workload(512, 144, 1024, 512, 1024)
+    assert Workload.within(shape, 5000, 1000, 10, 512) == Workload(24, 1000, 10, 512, 1024)
+    with pytest.raises(UsageError, match="17 to 1023"):
+        Workload.within(shape, 1, 16, 1, 1)
+
+
+def test_what_does_not_fit_says_so(quick, monkeypatch):
+    def refuse(*_):
+        raise PlanError("it does not fit")
+
+    monkeypatch.setattr("spark_agent.benchmark.plan_untiered", refuse)
+    rows = quick.run(lambda _: None)
+    assert (rows[0].reason, rows[0].decode_tok_s) == ("it does not fit", None)
+    for row in rows[1:]:
+        assert row.reason is None
+        assert row.decode_tok_s > 0
+        assert row.share_of_all_gpu is None
+
+
+def test_nothing_that_fits_is_an_error(quick, monkeypatch):
+    def refuse(*_):
+        raise PlanError("it does not fit")
+
+    monkeypatch.setattr("spark_agent.benchmark.plan_untiered", refuse)
+    monkeypatch.setattr("spark_agent.benchmark.plan_tiers", refuse)
+    monkeypatch.setattr(Benchmark, "rows", lambda self: [Row("all-gpu", 1.0), Row("uniform", 0.5)])
+    with pytest.raises(PlanError, match="does not fit"):
+        quick.run(lambda _: None)
+
+
+def test_ctrl_c_ends_it():
+    command = [sys.executable, "-c", "from spark_agent.cli import main; main()", "bench", "--json", "--threads", "1"]
+    with subprocess.Popen(
+        [*command, "--tokens", "500"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
+    ) as process:
+        time.sleep(2.5)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (130, "")
+    assert err.splitlines()[-1] == "interrupted"
+    assert "Traceback" not in err
+
+
+def test_the_object_is_one_line(agent_cli):
+    (line,) = agent_cli("bench", "--json", *QUICK, "--residency", "0.5", "--ring", "1").out.splitlines()
+    assert json.loads(line)["rows"]
