@@ -258,7 +258,9 @@ class cuda_engine : public engine {
     bool capture(ggml_backend_t inner, ggml_cgraph * graph, const std::vector<expert_call> & calls, cuda_graphs::entry & entry) {
         ggml_backend_synchronize(inner);
         flow->decide.synchronize();
-        gpu.check(gpu.cu.cuStreamBeginCapture(flow->decide, CU_STREAM_CAPTURE_MODE_RELAXED), "cuStreamBeginCapture");
+        if (gpu.cu.cuStreamBeginCapture(flow->decide, CU_STREAM_CAPTURE_MODE_RELAXED) != CUDA_SUCCESS) {
+            return false;
+        }
         ggml_status status = GGML_STATUS_FAILED;
         tier_error error;
         try {

@@ -137,6 +137,10 @@ class host_engine : public engine {
         if (on_cpu) {
             return;  // the CPU multiplies by what is in host memory as it is
         }
+        if (layer.of->whole) {
+            redirect(patches, graph, call, where::whole, call.ids);
+            return;
+        }
         std::vector<char> touched(layer.n_experts, 0);
         for (int32_t id : ids) {
             touched[size_t(id)] = 1;
