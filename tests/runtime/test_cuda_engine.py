@@ -1,7 +1,7 @@
-"""The host's side of the CUDA engine, on a card that is the processor: what it points where, what it brings, what it counts.
+"""The host's side of the CUDA engine, on a card that is the processor: what it points where, brings and counts.
 
-Streams, graphs and the kernels themselves need a GPU (tests/gpu). Here everything happens at once, so a layer brought to
-the wrong place, a part left out or an id not remapped changes the logits.
+Streams, graphs and the kernels themselves need a GPU (tests/gpu). Here everything happens at once, so a layer brought
+to the wrong place, a part left out or an id not remapped changes the logits.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_bits_and_counts_are_those_of_the_host(architecture: str, fake: Path, tm
             assert card[what] == host[what], what
     whole, _, few, floor = (run["launches"] for run in on_card[1:])
     assert whole[ENSURE] == whole[GATHER] == 0 < whole[MARK]
-    assert few[ENSURE] and few[GATHER] and few[MARK] and few[TALLY]
+    assert min(few[ENSURE], few[GATHER], few[MARK], few[TALLY]) > 0
     assert floor[GATHER] >= few[GATHER]
 
 
