@@ -112,11 +112,13 @@ def test_refused_placements_change_nothing() -> None:
             check(graph, rng)
 
 
-def test_a_part_of_the_blocks_is_no_placement() -> None:
-    """Products with experts that nobody placed would have no slots to go through."""
+def test_a_block_without_a_place_cannot_compute() -> None:
+    """Blocks that only predict further tokens are loaded, but no start names them."""
     rng = np.random.default_rng(7)
     order, prior = np.arange(N_EXPERTS), np.zeros(N_EXPERTS)
     with expert_graph() as graph:
-        with pytest.raises(TierError, match="block 1"):
-            graph.tier.place([LayerStart(0, 2, 6, order, prior)], 0.97)
+        graph.tier.place([LayerStart(0, 2, 6, order, prior)], 0.97)
+        assert graph.compute([rng.integers(0, N_EXPERTS, graph.shape) for _ in graph.ids])
+        assert graph.tier.take_fault() == "block 1 computes with experts that have no place"
+        graph.tier.place([LayerStart(block, 2, 6, order, prior) for block in graph.tier.blocks], 0.97)
         check(graph, rng)

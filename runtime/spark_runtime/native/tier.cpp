@@ -163,11 +163,6 @@ void tier::sort_into_classes(const std::vector<start_layer> & start, std::vector
         }
         of->layers.push_back(&layer);
     }
-    for (const auto & [block, layer] : layers) {
-        if (std::none_of(start.begin(), start.end(), [block = block](const start_layer & wanted) { return wanted.block == block; })) {
-            throw tier_error{"block " + std::to_string(block) + " is not placed, expected every block with experts"};
-        }
-    }
 }
 
 void tier::place(const std::vector<start_layer> & start, float decay) {
@@ -225,6 +220,9 @@ void tier::place(const std::vector<start_layer> & start, float decay) {
             throw;
         }
         classes = std::move(made);
+        for (const auto & [block, layer] : layers) {
+            layer->of = nullptr;
+        }
         for (const auto & c : classes) {
             for (uint32_t i = 0; i < c->layers.size(); i++) {
                 c->layers[i]->of = c.get();
@@ -387,6 +385,10 @@ std::vector<expert_call> find_calls(tier & tier, ggml_cgraph * graph) {
         ggml_tensor * ids = node->src[2];
         if (found == tier.layer_of.end() || ids->ne[1] == 0) {
             continue;
+        }
+        if (found->second->of == nullptr) {
+            // Blocks that only predict further tokens are loaded and not placed.
+            throw tier_error{"block " + std::to_string(found->second->block) + " computes with experts that have no place"};
         }
         if (calls.empty() || calls.back().layer != found->second || calls.back().ids != ids) {
             if (ids->type != GGML_TYPE_I32 || ids->nb[0] != sizeof(int32_t) || ids->nb[1] % sizeof(int32_t) || ids->ne[2] != 1 || ids->ne[3] != 1) {
