@@ -23,9 +23,11 @@ __all__ = [
 
 GPU_GRAIN_BYTES = 2 * 2**20
 """CUDA hands out device memory in pages of this size, one allocation after another."""
-GPU_OVERHEAD_BYTES = 256 * 2**20
+GPU_OVERHEAD_BYTES = 160 * 2**20
 """What a GPU takes after its context exists and nobody asks for: kernels loaded on first use, workspaces of matrix
-libraries, captured graphs, temporary copies of activations. An estimate: the measured peak says how good it is."""
+libraries, captured graphs, temporary copies of activations. An H200 took 113 to 120 MB for 512 tokens at once, all
+resident or tiered (infra/benchmarks/results/tier-speed-h200.json, after_decode less after_load); larger batches take
+more."""
 RESERVE_BYTES = 256 * 2**20
 RESERVE_SHARE = 0.03
 """Left free on a device: other programs' memory grows while the model runs (a desktop draws, a browser opens), by about
