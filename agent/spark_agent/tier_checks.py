@@ -89,7 +89,7 @@ def llama_server() -> str:
         # Said by the check of the engine; without kernels the host decides.
         with contextlib.suppress(InstallationError):
             parts.append(f"SPARKMOE_KERNELS={shlex.quote(str(kernels_path(*cuda_version(0))))}")
-    return " ".join([*parts, "llama-server --device SPARK0 -m MODEL"])
+    return " ".join([*parts, "llama-server --device SPARK0 -ngl 999 --fit off -m MODEL"])
 
 
 def _dotted(version: tuple[int, int]) -> str:

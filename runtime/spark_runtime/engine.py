@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from spark_runtime.collector import Collector
 from spark_runtime.devices import registered_devices
-from spark_runtime.errors import ContextFullError, InstallationError
+from spark_runtime.errors import ContextFullError, InstallationError, TierError
 from spark_runtime.gguf_file import read_gguf
 from spark_runtime.llama import LlamaContext, LoadOptions, bindings
 from spark_runtime.model_shape import shape_of
@@ -267,8 +267,14 @@ class Engine:
         self._tokens.extend(tokens)
 
     def _check_tier(self) -> None:
-        if self.tier is not None:
+        if self.tier is None:
+            return
+        try:
             self.tier.check()
+        except TierError:
+            # A GPU says so when later steps have been taken: what they left in the context is undefined.
+            self.reset()
+            raise
 
     def prompt(self, tokens: Sequence[int], *, before_step: Callable[[], None] = lambda: None) -> int:
         """Make the context hold exactly ``tokens``, computing only what differs; return how many were reused.

@@ -217,9 +217,9 @@ class DeviceTier:
                 for layer, order, prior in zip(layers, orders, priors, strict=True)
             )
         )
+        self._phase = None
         self._check(self._library.spark_tier_place(self._handle, starts, len(layers), decay))
         self._n_experts = {layer.block: len(layer.order) for layer in layers}
-        self._phase = None
 
     @property
     def engine(self) -> str:

@@ -32,8 +32,9 @@ class TierCounters:
     cold: dict[Phase, list[int]]
     """Cold hits: selections whose expert was not in video memory."""
     loads: dict[Phase, list[int]]
-    """Experts copied from host memory."""
+    """Experts that a step needed and had copied from host memory; what is fetched ahead for a prompt is not among them."""
     bytes_moved: dict[Phase, int]
+    """Bytes of ``loads``."""
     reuse: list[IntArray]
     """Reuse distances in decode, ``[n_experts + 1]`` a layer, as in :mod:`spark_runtime.recency`."""
 

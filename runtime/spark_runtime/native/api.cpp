@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <dlfcn.h>
+#include <exception>
 
 using namespace spark;
 
@@ -22,6 +23,8 @@ template <typename action> int guarded(action && run) {
         last_error = error.text;
     } catch (const std::bad_alloc &) {
         last_error = "no memory";
+    } catch (const std::exception & error) {
+        last_error = error.what();
     }
     return 1;
 }
@@ -71,7 +74,6 @@ void make_devices(size_t cpu_devices) {
     }
 }
 
-
 }  // namespace
 
 extern "C" {
@@ -113,6 +115,7 @@ SPARK_EXPORT int spark_tier_place(tier * self, const start_layer * layers, size_
     return guarded([&] {
         const std::lock_guard<std::mutex> lock(self->mutex);
         self->place(std::vector<start_layer>(layers, layers + n_layers), decay);
+        self->planned = true;
     });
 }
 
@@ -137,13 +140,14 @@ SPARK_EXPORT const char * spark_tier_engine(tier * self) { return self->runs ? s
 SPARK_EXPORT int spark_tier_set_phase(tier * self, int phase) {
     return guarded([&] {
         const std::lock_guard<std::mutex> lock(self->mutex);
+        self->phase = phase;
         if (self->runs) {
             self->runs->set_phase(phase);
         }
     });
 }
 
-// Counts of one block and phase: selections[n_experts], distances[n_experts + 1], then tokens, cold hits, loads.
+// Brings what the following functions give up to date.
 SPARK_EXPORT int spark_tier_read(tier * self) {
     return guarded([&] {
         const std::lock_guard<std::mutex> lock(self->mutex);
@@ -153,6 +157,7 @@ SPARK_EXPORT int spark_tier_read(tier * self) {
     });
 }
 
+// Counts of one block and phase: selections[n_experts], distances[n_experts + 1], then tokens, cold hits, loads.
 SPARK_EXPORT int spark_tier_counts(tier * self, int32_t block, int phase, uint64_t * out) {
     return guarded([&] {
         const std::lock_guard<std::mutex> lock(self->mutex);

@@ -55,8 +55,12 @@ void * buffer_get_base(ggml_backend_buffer_t buffer) { return of(buffer).host; }
 
 ggml_status buffer_init_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor) {
     try {
-        of(buffer).add(tensor);
-        return GGML_STATUS_SUCCESS;
+        if (of(buffer).add(tensor)) {
+            return GGML_STATUS_SUCCESS;
+        }
+        log_fault(std::string("tensor '") + tensor->name + "' is none of a layer's experts and cannot be in a tier: " +
+                  "adapters of experts work only for experts outside tiers");
+        return GGML_STATUS_FAILED;
     } catch (const std::bad_alloc &) {
         return GGML_STATUS_ALLOC_FAILED;
     }
@@ -218,6 +222,9 @@ ggml_status compute_tiered(ggml_backend_t backend, tier & tier, ggml_cgraph * gr
             tier.generation++;  // what was captured belongs to the backend before
         }
         if (!tier.runs) {
+            if (tier.planned) {
+                throw tier_error{"the slots are gone since a placement failed: place the experts again"};
+            }
             tier.place_share(of(backend->device).default_residency);
         }
         const ggml_status status = tier.runs->compute(inner_of(backend), graph);

@@ -5,6 +5,8 @@
 #include "cuda_driver.h"
 #include "tier.h"
 
+#include <new>
+
 namespace spark {
 
 // One device's primary context, the one that the CUDA backend uses too.
@@ -28,16 +30,20 @@ class cuda {
     // Makes the context this thread's own for a while.
     class scope {
       public:
-        explicit scope(const cuda & gpu) : gpu(gpu) { gpu.check(gpu.cu.cuCtxPushCurrent(gpu.context), "cuCtxPushCurrent"); }
+        explicit scope(const cuda & gpu) : scope(gpu, std::nothrow) { gpu.check(pushed, "cuCtxPushCurrent"); }
+        scope(const cuda & gpu, std::nothrow_t) : gpu(gpu), pushed(gpu.cu.cuCtxPushCurrent(gpu.context)) {}  // to tidy up
         ~scope() {
             CUcontext popped;
-            gpu.cu.cuCtxPopCurrent(&popped);
+            if (pushed == CUDA_SUCCESS) {
+                gpu.cu.cuCtxPopCurrent(&popped);
+            }
         }
         scope(const scope &) = delete;
         scope & operator=(const scope &) = delete;
 
       private:
         const cuda & gpu;
+        const CUresult pushed;
     };
     const cuda_driver & cu;
     const int capability;  // 90 is 9.0
@@ -50,10 +56,13 @@ class cuda {
 class device_array {
   public:
     ~device_array() { release(); }
+    // Keeps what it has if there is no memory for more.
     void allocate(const cuda & gpu, size_t bytes) {
+        CUdeviceptr made = 0;
+        gpu.check(gpu.cu.cuMemAlloc(&made, bytes), "cuMemAlloc");
         release();
-        gpu.check(gpu.cu.cuMemAlloc(&address, bytes), "cuMemAlloc");
         owner = &gpu;
+        address = made;
         size = bytes;
         gpu.check(gpu.cu.cuMemsetD8(address, 0, bytes), "cuMemsetD8");
     }
@@ -82,7 +91,10 @@ class host_lock {
             throw tier_error{std::to_string(bytes) + " bytes of host memory cannot be locked for the GPU (" + gpu.error_name(result) + ")"};
         }
         CUdeviceptr address = 0;
-        gpu.cu.cuMemHostGetDevicePointer(&address, memory, 0);
+        if (gpu.cu.cuMemHostGetDevicePointer(&address, memory, 0) != CUDA_SUCCESS) {
+            gpu.cu.cuMemHostUnregister(memory);
+            throw tier_error{"the GPU cannot see locked host memory"};
+        }
         as_seen = reinterpret_cast<char *>(address);
     }
     ~host_lock() { gpu.cu.cuMemHostUnregister(memory); }

@@ -1,5 +1,5 @@
 // The CUDA driver's interface, loaded at run time: this library also runs where there is no GPU, and nobody needs a
-// toolkit. Declared here are the functions and structures that cuda_engine.cpp uses, under the driver's names.
+// toolkit. Declared here are the functions and structures that the cuda_*.cpp files use, under the driver's names.
 
 #pragma once
 

@@ -36,36 +36,17 @@ class cuda_engine : public engine {
     cuda_engine(tier & owner, const cuda_driver & driver, CUdevice device, int capability, const std::string & kernels)
         : owner(owner), gpu(driver, device, capability) {
         const cuda::scope scope(gpu);
-        locked = std::make_unique<host_lock>(gpu, owner.host, owner.host_bytes);  // first, because it may well fail
-        host = locked->as_seen;
-        gpu.check(gpu.cu.cuModuleLoadData(&module, kernels.data()), "cuModuleLoadData");
-        for (const auto & [function, name] : {std::pair{&ensure, "spark_ensure"}, {&mark, "spark_mark"}, {&gather, "spark_gather"}, {&tally, "spark_tally"}}) {
-            gpu.check(gpu.cu.cuModuleGetFunction(function, module, name), name);
+        try {
+            prepare(kernels);
+        } catch (...) {
+            tidy_up();
+            throw;
         }
-        void * memory;
-        gpu.check(gpu.cu.cuMemHostAlloc(&memory, 4 * sizeof(int32_t), CU_MEMHOSTALLOC_DEVICEMAP), "cuMemHostAlloc");
-        fault = static_cast<volatile int32_t *>(memory);
-        for (int i = 0; i < 4; i++) {
-            fault[i] = 0;
-        }
-        flow = std::make_unique<flows>(gpu, owner.inner);
-        graphs = std::make_unique<cuda_graphs>(gpu, std::vector<CUfunction>{ensure, mark});
-        owner.pinned = true;
     }
 
     ~cuda_engine() override {
-        const cuda::scope scope(gpu);
-        graphs.reset();
-        flow.reset();
-        classes.clear();
-        if (fault != nullptr) {
-            gpu.cu.cuMemFreeHost(const_cast<int32_t *>(fault));
-        }
-        locked.reset();
-        owner.pinned = false;
-        if (module != nullptr) {
-            gpu.cu.cuModuleUnload(module);
-        }
+        const cuda::scope scope(gpu, std::nothrow);
+        tidy_up();
     }
 
     const char * name() const override { return "cuda"; }
@@ -83,9 +64,11 @@ class cuda_engine : public engine {
         CUdeviceptr fault_address;
         gpu.check(gpu.cu.cuMemHostGetDevicePointer(&fault_address, const_cast<int32_t *>(fault), 0), "cuMemHostGetDevicePointer");
         if (classes.empty()) {
+            std::deque<cuda_tables> made;
             for (const auto & c : owner.classes) {
-                classes.emplace_back(gpu, *c, fault_address);
+                made.emplace_back(gpu, *c, fault_address);
             }
+            classes.swap(made);
         }
         for (cuda_tables & state : classes) {
             state.load_slots(flow->decide);
@@ -192,8 +175,41 @@ class cuda_engine : public engine {
     std::deque<cuda_tables> classes;  // as owner.classes
     std::unique_ptr<cuda_graphs> graphs;
     int phase = 0;  // of the steps to come
+    const tier_class * filled_by[2] = {};  // the class whose experts are in each scratch layer
     bool mirrored = false;  // whether slot_of on the host is what the device has
     uint64_t touch = 0;
+
+    void prepare(const std::string & kernels) {
+        locked = std::make_unique<host_lock>(gpu, owner.host, owner.host_bytes);  // first, because it may well fail
+        host = locked->as_seen;
+        gpu.check(gpu.cu.cuModuleLoadData(&module, kernels.data()), "cuModuleLoadData");
+        for (const auto & [function, name] : {std::pair{&ensure, "spark_ensure"}, {&mark, "spark_mark"}, {&gather, "spark_gather"}, {&tally, "spark_tally"}}) {
+            gpu.check(gpu.cu.cuModuleGetFunction(function, module, name), name);
+        }
+        void * memory;
+        gpu.check(gpu.cu.cuMemHostAlloc(&memory, 4 * sizeof(int32_t), CU_MEMHOSTALLOC_DEVICEMAP), "cuMemHostAlloc");
+        fault = static_cast<volatile int32_t *>(memory);
+        for (int i = 0; i < 4; i++) {
+            fault[i] = 0;
+        }
+        flow = std::make_unique<flows>(gpu, owner.inner);
+        graphs = std::make_unique<cuda_graphs>(gpu, std::vector<CUfunction>{ensure, mark});
+        owner.pinned = true;
+    }
+
+    void tidy_up() {
+        graphs.reset();
+        flow.reset();
+        classes.clear();
+        if (fault != nullptr) {
+            gpu.cu.cuMemFreeHost(const_cast<int32_t *>(fault));
+        }
+        locked.reset();
+        owner.pinned = false;
+        if (module != nullptr) {
+            gpu.cu.cuModuleUnload(module);
+        }
+    }
 
     enum class way { slots, whole, around };
 
@@ -237,6 +253,9 @@ class cuda_engine : public engine {
     void end_step(bool succeeded) {
         for (cuda_tables & state : classes) {
             if (!succeeded) {
+                // Layers may still be on their way to a scratch layer that the next step fills.
+                gpu.cu.cuStreamSynchronize(flow->copies);
+                gpu.cu.cuStreamSynchronize(flow->gathers);
                 gpu.cu.cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(state.tables.heads), 0, state.tables.n_layers * sizeof(device_head), flow->decide);
             }
             void * arguments[] = {&state.tables};
@@ -272,10 +291,14 @@ class cuda_engine : public engine {
         }
         CUgraph captured = nullptr;
         const CUresult ended = gpu.cu.cuStreamEndCapture(flow->decide, &captured);
-        if (!error.text.empty()) {
-            throw error;
+        if (!error.text.empty() || status != GGML_STATUS_SUCCESS || ended != CUDA_SUCCESS) {
+            ggml_log_internal(GGML_LOG_LEVEL_WARN, "spark: a token cannot be captured as one CUDA graph: %s\n", error.text.c_str());
+            if (captured != nullptr) {
+                gpu.cu.cuGraphDestroy(captured);
+            }
+            return false;
         }
-        return status == GGML_STATUS_SUCCESS && ended == CUDA_SUCCESS && graphs->take(entry, captured);
+        return graphs->take(entry, captured);
     }
 
     ggml_status run_part(ggml_backend_t inner, ggml_cgraph * graph, int from, int to) {
@@ -369,6 +392,7 @@ class cuda_engine : public engine {
         }
         launch(mark, mark_blocks, 1, 0, flow->decide, both);
         if (!whole && scratch < 0) {
+            clear_scratch(layer, 0, flow->decide, true);
             launch(gather, layer.n_experts, GATHER_ROWS, 0, flow->decide, both);
         }
         if (!whole) {
@@ -437,6 +461,24 @@ class cuda_engine : public engine {
         mirrored = true;
     }
 
+    // Kernels read past the last row of quantised matrices, and what they find there must be no number that is none. Both
+    // scratch layers are shared by classes whose tensors lie differently, so what another class left goes: past each
+    // tensor, and where only some experts come, everything.
+    void clear_scratch(const tier_layer & layer, int scratch, CUstream stream, bool some) {
+        const bool foreign = filled_by[scratch] != layer.of;
+        filled_by[scratch] = layer.of;
+        for (const expert_tensor & tensor : layer.tensors) {
+            if (!foreign || !ggml_is_quantized(tensor.all->type)) {
+                continue;
+            }
+            const size_t data = some ? 0 : layer.n_experts * tensor.bytes;
+            const CUdeviceptr start = reinterpret_cast<CUdeviceptr>(tensor.scratch[scratch]->data) + data;
+            if (tensor.scratch_span > data) {
+                gpu.check(gpu.cu.cuMemsetD8Async(start, 0, tensor.scratch_span - data, stream), "cuMemsetD8Async");
+            }
+        }
+    }
+
     void bring(const std::vector<const expert_call *> & ahead, size_t index) {
         if (index >= ahead.size()) {
             return;
@@ -444,6 +486,7 @@ class cuda_engine : public engine {
         tier_layer & layer = *ahead[index]->layer;
         cuda_tables & state = state_of(layer);
         const int scratch = int(index % 2);
+        clear_scratch(layer, scratch, flow->copies, false);
         const slot_pool & pool = layer.of->pool;
         const layer_state & range = pool.layers[layer.index];
         for (uint32_t expert = 0; expert < range.n_experts;) {

@@ -111,9 +111,10 @@ bool cuda_graphs::take(entry & entry, CUgraph captured) {
     if (result != CUDA_SUCCESS) {
         entry.exec = nullptr;
         ggml_log_internal(GGML_LOG_LEVEL_WARN, "spark: a token cannot become one CUDA graph: %s\n", gpu.error_name(result).c_str());
+        return false;
     }
     ggml_log_internal(GGML_LOG_LEVEL_INFO, "spark: a graph of %zu nodes is one CUDA graph, with %zu overlaps\n", entry.nodes.size(), overlaps);
-    return result == CUDA_SUCCESS;
+    return true;
 }
 
 // Makes one chain of a captured graph. Ours come in between the wrapped backend's kernels through events, which leaves
@@ -147,10 +148,10 @@ size_t cuda_graphs::make_chain(CUgraph graph) const {
         }
         return found;
     };
-    std::map<CUgraphNode, CUfunction> kernels;
+    std::map<CUgraphNode, const void *> kernels;  // their functions
     std::map<CUgraphNode, size_t> order;  // of capture
     std::set<CUgraphNode> mine;
-    std::set<CUfunction> waiting(ours.begin(), ours.end());
+    std::set<const void *> waiting(ours.begin(), ours.end());
     for (CUgraphNode node : nodes) {
         order[node] = order.size();
         int type = -1;
@@ -159,13 +160,17 @@ size_t cuda_graphs::make_chain(CUgraph graph) const {
             cu.cuGraphKernelNodeGetParams(node, &params) != CUDA_SUCCESS) {
             continue;
         }
-        kernels[node] = params.func;
+        const void * function = params.func != nullptr ? static_cast<const void *>(params.func) : params.kern;
+        if (function == nullptr) {
+            continue;
+        }
+        kernels[node] = function;
         if (std::find(ours.begin(), ours.end(), params.func) != ours.end()) {
             mine.insert(node);
         }
         for (const CUgraphEdgeData & edge : sources_of(node).data) {
             if (edge.type == CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC) {
-                waiting.insert(params.func);
+                waiting.insert(function);
             }
         }
     }
@@ -187,16 +192,27 @@ size_t cuda_graphs::make_chain(CUgraph graph) const {
             cu.cuGraphAddDependencies(graph, &from, &to, &old, 1);
         }
     };
-    // Of two sources, whether `later` comes after `earlier` anyway.
+    // Of two sources, one of them ours, whether `later` comes after `earlier` anyway: by a way through nodes captured
+    // between the two.
     const auto implied = [&](CUgraphNode earlier, CUgraphNode later) {
         if (mine.count(earlier) == mine.count(later)) {
             return false;
         }
-        if (mine.count(later)) {  // ours waits for all that the backend had done
-            const std::vector<CUgraphNode> before = sources_of(later).nodes;
-            return std::find(before.begin(), before.end(), earlier) != before.end();
+        std::set<CUgraphNode> seen{later};
+        std::vector<CUgraphNode> ahead{later};
+        while (!ahead.empty()) {
+            const CUgraphNode at = ahead.back();
+            ahead.pop_back();
+            for (CUgraphNode source : sources_of(at).nodes) {
+                if (source == earlier) {
+                    return true;
+                }
+                if (order[source] > order[earlier] && seen.insert(source).second) {
+                    ahead.push_back(source);
+                }
+            }
         }
-        return order[earlier] < order[later];  // the backend waits for each of ours before it goes on
+        return false;
     };
     for (CUgraphNode node : nodes) {
         edges sources = sources_of(node);

@@ -91,6 +91,7 @@ class host_engine : public engine {
     bool on_cpu;
     int phase = 0;
     std::vector<move> moves;
+    const tier_class * filled_by = nullptr;  // the class whose experts are in the scratch layer
     std::vector<std::vector<int64_t>> holds;  // which entry each slot of each class holds
 
     static ggml_status run(ggml_backend_t inner, ggml_cgraph * graph, int from, int to) {
@@ -144,6 +145,11 @@ class host_engine : public engine {
         std::vector<char> touched(layer.n_experts, 0);
         for (int32_t id : ids) {
             touched[size_t(id)] = 1;
+        }
+        if (filled_by != layer.of) {
+            // Kernels read past the last row of quantised matrices, where another class may have left what is no number.
+            ggml_backend_buffer_clear(layer.tensors[0].scratch[0]->buffer, 0);
+            filled_by = layer.of;
         }
         for (expert_tensor & tensor : layer.tensors) {
             for (uint32_t expert = 0; expert < layer.n_experts; expert++) {

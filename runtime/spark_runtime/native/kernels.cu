@@ -2,7 +2,7 @@
 // counted on the GPU, so that the host waits for nothing and a whole token is one CUDA graph.
 //
 // Compiled by NVRTC on the user's machine (native/nvrtc.py), without headers and without fused multiply-add, so that
-// scores have the bits of the host's. Structures agree with device_tables.h, which cuda.cpp fills.
+// scores have the bits of the host's. Structures agree with device_tables.h, which cuda_tables.cpp fills.
 
 #include "device_tables.h"
 

@@ -64,7 +64,7 @@ struct layer_start {
 
 class slot_pool {
   public:
-    // Checks and takes over; an empty text, or what is wrong. Keeps nothing of an earlier placement but the counts.
+    // Checks and takes over; an empty text, or what is wrong. Counts, scores, stamps and clocks of an earlier placement go on.
     std::string place(const std::vector<layer_start> & starts, float decay);
 
     // The most different experts that one call may select in a layer and find slots for.

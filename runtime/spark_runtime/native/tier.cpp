@@ -118,11 +118,14 @@ void device_memory::allocate(ggml_tensor * tensor) {
 
 // ---- tier
 
-void tier::add(ggml_tensor * tensor) {
+bool tier::add(ggml_tensor * tensor) {
     int32_t block = NO_BLOCK;
     std::string kind;
-    if (tensor->view_src != nullptr || !is_expert_tensor(tensor->name, &block, &kind)) {
-        return;
+    if (tensor->view_src != nullptr) {
+        return true;
+    }
+    if (!is_expert_tensor(tensor->name, &block, &kind)) {
+        return false;
     }
     std::unique_ptr<tier_layer> & layer = layers[block];
     if (!layer) {
@@ -138,6 +141,7 @@ void tier::add(ggml_tensor * tensor) {
     layer->tensors.push_back(added);
     std::sort(layer->tensors.begin(), layer->tensors.end(), [](const auto & a, const auto & b) { return a.kind < b.kind; });
     layer_of[tensor] = layer.get();
+    return true;
 }
 
 void tier::sort_into_classes(const std::vector<start_layer> & start, std::vector<std::unique_ptr<tier_class>> & made) {
@@ -249,7 +253,13 @@ void tier::start_engine() {
             runs = make_host_engine(*this);
         }
     }
-    runs->placed();
+    try {
+        runs->set_phase(phase);
+        runs->placed();
+    } catch (...) {
+        runs.reset();  // its slots hold some of one placement and some of another
+        throw;
+    }
 }
 
 void tier::allocate(const std::vector<std::unique_ptr<tier_class>> & made) {
@@ -283,6 +293,7 @@ void tier::allocate(const std::vector<std::unique_ptr<tier_class>> & made) {
                     tensor.slots = pools[k];
                     tensor.repeated = repeated[k];
                     tensor.whole = nullptr;
+                    tensor.scratch[0] = tensor.scratch[1] = nullptr;
                     if (c->whole) {
                         tensor.whole = like(*slots, tensor, layer->n_experts);
                         tensor.whole->buffer = pools[k]->buffer;
@@ -317,7 +328,8 @@ void tier::allocate(const std::vector<std::unique_ptr<tier_class>> & made) {
                         view->data = static_cast<char *>(piece->data) + at;
                         tensor.scratch[copy] = view;
                         const size_t alignment = ggml_backend_buft_get_alignment(type);
-                        at += (ggml_backend_buft_get_alloc_size(type, view) + alignment - 1) / alignment * alignment;
+                        tensor.scratch_span = ggml_backend_buft_get_alloc_size(type, view);
+                        at += (tensor.scratch_span + alignment - 1) / alignment * alignment;
                     }
                 }
             }
@@ -347,7 +359,7 @@ void tier::place_share(float residency) {
         orders.push_back(std::move(order));
         priors.emplace_back(layer.n_experts, 0.0f);
         // Without the model's metadata the largest top_k that this share allows keeps the floor.
-        const int32_t slots = std::max<int32_t>(2, std::min<int32_t>(int32_t(layer.n_experts), int32_t(residency * float(layer.n_experts))));
+        const int32_t slots = std::min<int32_t>(int32_t(layer.n_experts), std::max<int32_t>(2, int32_t(residency * float(layer.n_experts))));
         start.push_back({block, std::max(1, slots / 2), slots, 0, orders.back().data(), priors.back().data()});
     }
     place(start, 0.97f);
@@ -391,6 +403,9 @@ std::vector<expert_call> find_calls(tier & tier, ggml_cgraph * graph) {
             throw tier_error{"block " + std::to_string(found->second->block) + " computes with experts that have no place"};
         }
         if (calls.empty() || calls.back().layer != found->second || calls.back().ids != ids) {
+            if (std::any_of(calls.begin(), calls.end(), [&](const expert_call & call) { return call.layer == found->second; })) {
+                throw tier_error{"block " + std::to_string(found->second->block) + " is computed twice in one graph"};
+            }
             if (ids->type != GGML_TYPE_I32 || ids->nb[0] != sizeof(int32_t) || ids->nb[1] % sizeof(int32_t) || ids->ne[2] != 1 || ids->ne[3] != 1) {
                 throw tier_error{"block " + std::to_string(found->second->block) + " selects experts by a tensor of another kind than rows of 32-bit ids"};
             }

@@ -35,6 +35,7 @@ struct expert_tensor {
     ggml_tensor * slots = nullptr;        // its class's pool
     ggml_tensor * whole = nullptr;        // the layer's own part of the pool, while all its experts are in it in order
     ggml_tensor * scratch[2] = {};        // the whole layer in expert order, for calls around the slots
+    size_t scratch_span = 0;              // its bytes there with what kernels read past its end
     ggml_tensor * repeated = nullptr;     // of a scale: room for one of each slot and token
 };
 
@@ -137,9 +138,11 @@ struct tier {
     ggml_backend_t user = nullptr;  // the one backend that computes with it
     std::string fault;              // why the last step failed
     uint64_t generation = 0;        // changes when tensors move
+    int phase = 0;                  // of the steps to come
+    bool planned = false;           // somebody has placed its experts
 
-    void add(ggml_tensor * tensor);                 // a tensor of the buffer
-    void place(const std::vector<start_layer> & start, float decay);  // throws tier_error; nothing changes then
+    bool add(ggml_tensor * tensor);                 // a tensor of the buffer; whether it may be in it
+    void place(const std::vector<start_layer> & start, float decay);  // throws tier_error; what was there stays if it can
     void place_share(float residency);              // without a plan: the first experts of every layer
     tier_memory memory() const;
     ~tier();

@@ -30,7 +30,7 @@ def test_a_machine_without_a_service_is_well(agent_cli):
     assert "SPARK0" in checks["tiers"]["value"]
     assert "may be pinned" in checks["host-memory"]["value"]
     assert "GGML_BACKEND_PATH=" in checks["llama-server"]["value"]
-    assert checks["llama-server"]["value"].endswith("llama-server --device SPARK0 -m MODEL")
+    assert checks["llama-server"]["value"].endswith("llama-server --device SPARK0 -ngl 999 --fit off -m MODEL")
     assert checks["native"]["status"] == "ok"
     assert "mf1-" in checks["model"]["value"]
     assert checks["service"]["status"] == "warn"
