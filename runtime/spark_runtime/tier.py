@@ -32,7 +32,7 @@ class TierCounters:
     cold: dict[Phase, list[int]]
     """Cold hits: selections whose expert was not in video memory."""
     loads: dict[Phase, list[int]]
-    """Experts that a step needed and had copied from host memory; what is fetched ahead for a prompt is not among them."""
+    """Experts that a step needed and copied from host memory, without what is fetched ahead for a prompt."""
     bytes_moved: dict[Phase, int]
     """Bytes of ``loads``."""
     reuse: list[IntArray]

@@ -122,3 +122,16 @@ def test_a_block_without_a_place_cannot_compute() -> None:
         assert graph.tier.take_fault() == "block 1 computes with experts that have no place"
         graph.tier.place([LayerStart(block, 2, 6, order, prior) for block in graph.tier.blocks], 0.97)
         check(graph, rng)
+
+
+def test_the_phase_outlives_placements() -> None:
+    """Also the first, and one that takes new memory, which comes with a new engine."""
+    rng = np.random.default_rng(8)
+    with expert_graph() as graph:
+        graph.tier.set_phase(1)
+        for tokens, slots in ((1, 4), (2, 6)):
+            place(graph, slots)
+            check(graph, rng)
+            graph.tier.read()
+            assert [graph.tier.counts(block, 1).tokens for block in graph.tier.blocks] == [tokens] * 2
+            assert [graph.tier.counts(block, 0).tokens for block in graph.tier.blocks] == [0, 0]

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from small_models import write_small_model
@@ -358,3 +359,51 @@ def test_decode_errors_are_not_hidden(model: Path) -> None:
         engine.feed([1], "decode")
         tokens = list(engine.generate(Sampling(temperature=1.0, seed=3), 5))
         assert tokens
+
+
+def write_adapter(path: Path, tensor: str, matrix: tuple[int, ...]) -> Path:
+    """A LoRA adapter of rank 2 for one tensor, with ``(experts, rows, columns)`` or without experts."""
+    writer = gguf.GGUFWriter(path, "qwen3moe")
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", 1.0)
+    *experts, rows, columns = matrix
+    writer.add_tensor(f"{tensor}.lora_a", np.ones((*experts, 2, columns), dtype=np.float32))
+    writer.add_tensor(f"{tensor}.lora_b", np.ones((*experts, rows, 2), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_adapters_of_experts_in_tiers_are_refused(model: Path, expected: str, tmp_path: Path) -> None:
+    """They would have to move with the slots. Others load, and the model goes on either way."""
+    experts = write_adapter(tmp_path / "experts.gguf", "blk.1.ffn_up_exps.weight", (32, SIZE.width, SIZE.embedding))
+    router = write_adapter(tmp_path / "router.gguf", "blk.1.ffn_gate_inp.weight", (32, SIZE.embedding))
+    init = bindings().llama_adapter_lora_init
+    with load(model) as engine:
+        assert not init(engine._context._model, bytes(experts))
+        assert digest(engine) == expected
+        assert init(engine._context._model, bytes(router))
+        assert digest(engine) == expected
+
+
+def test_what_was_computed_after_a_fault_is_forgotten(
+    model: Path, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU names a bad id when the step after it has been taken, so nothing that the context holds can be trusted."""
+    with load(model) as engine:
+        engine.prompt([1, 2, 3])
+        engine.feed([4], "decode")
+        assert engine.tier is not None
+        monkeypatch.setattr(type(engine.tier), "check", _fault)
+        with pytest.raises(TierError, match="block 1"):
+            engine.logits()
+        assert engine.n_past == 0
+        monkeypatch.undo()
+        assert digest(engine) == expected
+
+
+def _fault(_tier: object) -> None:
+    raise TierError("block 1 selected expert 77, expected 0 to 31")
