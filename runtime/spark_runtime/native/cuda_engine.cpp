@@ -6,6 +6,7 @@
 
 #include "cuda_device.h"
 #include "cuda_graphs.h"
+#include "cuda_scratch.h"
 #include "cuda_tables.h"
 
 #include <algorithm>
@@ -19,7 +20,6 @@ namespace {
 constexpr uint32_t FETCH_BLOCKS = 16;   // enough reads in flight to fill a PCIe 5 link, few enough to start at once
 constexpr uint32_t DECIDING_BLOCKS = 1; // writes the tables meanwhile
 constexpr uint32_t GATHER_ROWS = 4;     // blocks an expert
-constexpr uint32_t PREFETCH_FROM = 4;   // selections per expert from which nearly every expert is touched
 
 // What flows beside the wrapped backend's own stream, and where it is awaited.
 struct flows {
@@ -175,7 +175,7 @@ class cuda_engine : public engine {
     std::deque<cuda_tables> classes;  // as owner.classes
     std::unique_ptr<cuda_graphs> graphs;
     int phase = 0;  // of the steps to come
-    const tier_class * filled_by[2] = {};  // the class whose experts are in each scratch layer
+    cuda_scratch scratch_layers{gpu};
     bool mirrored = false;  // whether slot_of on the host is what the device has
     uint64_t touch = 0;
 
@@ -211,17 +211,6 @@ class cuda_engine : public engine {
         }
     }
 
-    enum class way { slots, whole, around };
-
-    way way_of(const expert_call & call) const {
-        const tier_class & of = *call.layer->of;
-        if (of.whole) {
-            return way::whole;
-        }
-        const bool fits = call.n_used() * call.n_tokens() <= SPARK_MAX_SELECTED;
-        return fits && of.resident(call.layer->index, call.n_used(), call.n_tokens()) ? way::slots : way::around;
-    }
-
     cuda_tables & state_of(const tier_layer & layer) {
         for (size_t c = 0; c < classes.size(); c++) {
             if (owner.classes[c].get() == layer.of) {
@@ -251,11 +240,13 @@ class cuda_engine : public engine {
 
     // Counts the step after it, while the wrapped backend goes on with its result. A failed one is forgotten.
     void end_step(bool succeeded) {
+        if (!succeeded) {
+            // Layers may still be on their way to a scratch layer that the next step fills.
+            gpu.cu.cuStreamSynchronize(flow->copies);
+            gpu.cu.cuStreamSynchronize(flow->gathers);
+        }
         for (cuda_tables & state : classes) {
             if (!succeeded) {
-                // Layers may still be on their way to a scratch layer that the next step fills.
-                gpu.cu.cuStreamSynchronize(flow->copies);
-                gpu.cu.cuStreamSynchronize(flow->gathers);
                 gpu.cu.cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(state.tables.heads), 0, state.tables.n_layers * sizeof(device_head), flow->decide);
             }
             void * arguments[] = {&state.tables};
@@ -392,7 +383,7 @@ class cuda_engine : public engine {
         }
         launch(mark, mark_blocks, 1, 0, flow->decide, both);
         if (!whole && scratch < 0) {
-            clear_scratch(layer, 0, flow->decide, true);
+            scratch_layers.clear(layer, 0, flow->decide, true);
             launch(gather, layer.n_experts, GATHER_ROWS, 0, flow->decide, both);
         }
         if (!whole) {
@@ -422,29 +413,6 @@ class cuda_engine : public engine {
         gpu.check(gpu.cu.cuLaunchKernel(function, x, y, 1, SPARK_BLOCK_THREADS, 1, 1, shared, stream, arguments, nullptr), "cuLaunchKernel");
     }
 
-    // ---- whole layers, fetched while the one before computes
-
-    // Where a call touches nearly all experts it pays to bring the whole layer before the router has chosen. Then all
-    // calls around the slots do so, because there are two scratch layers; and only while nothing moves in the slots,
-    // because the host decides what to copy.
-    std::vector<const expert_call *> fetched_ahead(const std::vector<expert_call> & calls) const {
-        std::vector<const expert_call *> ahead;
-        bool pays = false, moved = false, few = false;
-        for (const expert_call & call : calls) {
-            const way way = way_of(call);
-            if (way == way::around) {
-                if (moved || few) {
-                    return {};
-                }
-                few = call.n_tokens() <= MAX_SLOT_TOKENS;
-                ahead.push_back(&call);
-                pays = pays || uint64_t(call.n_used()) * call.n_tokens() >= uint64_t(PREFETCH_FROM) * call.layer->n_experts;
-            }
-            moved = moved || way == way::slots;
-        }
-        return pays ? ahead : std::vector<const expert_call *>();
-    }
-
     // The host's slot_of becomes the device's. Waits for it, unless nothing has moved since the last time.
     void mirror(ggml_backend_t inner) {
         if (mirrored) {
@@ -461,24 +429,6 @@ class cuda_engine : public engine {
         mirrored = true;
     }
 
-    // Kernels read past the last row of quantised matrices, and what they find there must be no number that is none. Both
-    // scratch layers are shared by classes whose tensors lie differently, so what another class left goes: past each
-    // tensor, and where only some experts come, everything.
-    void clear_scratch(const tier_layer & layer, int scratch, CUstream stream, bool some) {
-        const bool foreign = filled_by[scratch] != layer.of;
-        filled_by[scratch] = layer.of;
-        for (const expert_tensor & tensor : layer.tensors) {
-            if (!foreign || !ggml_is_quantized(tensor.all->type)) {
-                continue;
-            }
-            const size_t data = some ? 0 : layer.n_experts * tensor.bytes;
-            const CUdeviceptr start = reinterpret_cast<CUdeviceptr>(tensor.scratch[scratch]->data) + data;
-            if (tensor.scratch_span > data) {
-                gpu.check(gpu.cu.cuMemsetD8Async(start, 0, tensor.scratch_span - data, stream), "cuMemsetD8Async");
-            }
-        }
-    }
-
     void bring(const std::vector<const expert_call *> & ahead, size_t index) {
         if (index >= ahead.size()) {
             return;
@@ -486,25 +436,8 @@ class cuda_engine : public engine {
         tier_layer & layer = *ahead[index]->layer;
         cuda_tables & state = state_of(layer);
         const int scratch = int(index % 2);
-        clear_scratch(layer, scratch, flow->copies, false);
-        const slot_pool & pool = layer.of->pool;
-        const layer_state & range = pool.layers[layer.index];
-        for (uint32_t expert = 0; expert < range.n_experts;) {
-            uint32_t run = 0;
-            while (expert + run < range.n_experts && pool.slot_of[range.first + expert + run] < 0) {
-                run++;
-            }
-            for (const expert_tensor & tensor : layer.tensors) {
-                if (run == 0) {
-                    break;
-                }
-                const size_t offset = size_t(expert) * tensor.bytes;
-                gpu.check(gpu.cu.cuMemcpyHtoDAsync(reinterpret_cast<CUdeviceptr>(tensor.scratch[scratch]->data) + offset,
-                                                   static_cast<const char *>(tensor.all->data) + offset, run * tensor.bytes, flow->copies),
-                          "cuMemcpyHtoDAsync");
-            }
-            expert += std::max(run, 1u);
-        }
+        scratch_layers.clear(layer, scratch, flow->copies, false);
+        scratch_layers.copy_missing(layer, scratch, flow->copies);
         flow->copied[scratch].record(flow->copies);
         device_call arguments = state.arguments(layer, scratch, host, owner.host);
         arguments.mask = nullptr;

@@ -91,7 +91,7 @@ class host_engine : public engine {
     bool on_cpu;
     int phase = 0;
     std::vector<move> moves;
-    const tier_class * filled_by = nullptr;  // the class whose experts are in the scratch layer
+    const tier_layer * filled_by = nullptr;  // whose experts are in the scratch layer
     std::vector<std::vector<int64_t>> holds;  // which entry each slot of each class holds
 
     static ggml_status run(ggml_backend_t inner, ggml_cgraph * graph, int from, int to) {
@@ -146,11 +146,11 @@ class host_engine : public engine {
         for (int32_t id : ids) {
             touched[size_t(id)] = 1;
         }
-        if (filled_by != layer.of) {
-            // Kernels read past the last row of quantised matrices, where another class may have left what is no number.
+        if (filled_by == nullptr || !filled_by->lies_like(layer)) {
+            // Kernels read past the last row of quantised matrices, where another kind of layer may have left what is no number.
             ggml_backend_buffer_clear(layer.tensors[0].scratch[0]->buffer, 0);
-            filled_by = layer.of;
         }
+        filled_by = &layer;
         for (expert_tensor & tensor : layer.tensors) {
             for (uint32_t expert = 0; expert < layer.n_experts; expert++) {
                 if (touched[expert]) {

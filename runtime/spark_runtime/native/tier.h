@@ -47,6 +47,7 @@ struct tier_layer {
     uint32_t index = 0;                  // in its class
     ggml_tensor * slot_ids = nullptr;    // what replaces the router's ids, [n_used, n_tokens]
     expert_tensor * find(const ggml_tensor * tensor);
+    bool lies_like(const tier_layer & other) const { return of == other.of && n_experts == other.n_experts; }  // in scratch
 };
 
 struct tier_class {
