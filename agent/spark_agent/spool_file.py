@@ -129,7 +129,13 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
 
 
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
-    _check_identity(connection, path)
+    # One transaction, so that all reads see the file before or after another process makes it a spool.
+    connection.execute("BEGIN")
+    try:
+        _check_identity(connection, path)
+    finally:
+        if connection.in_transaction:
+            connection.execute("COMMIT")
     if connection.execute("PRAGMA application_id").fetchone()[0] == 0:
         # Lets a purge give its pages back without room for a second copy; must precede the first table.
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
