@@ -87,9 +87,26 @@ class Row:
     logits_sha256: str | None = None
     reason: str | None = None
 
+    @property
+    def tiered(self) -> bool:
+        """Whether experts are in slots."""
+        return self.config not in {ALL_GPU, OFFLOAD}
+
     def as_json(self) -> dict[str, Any]:
         """The row's columns."""
         return asdict(self)
+
+
+def identical_output(rows: Sequence[Row]) -> bool | None:
+    """Whether tiers gave the logits of every expert resident; ``None`` when there were not both to compare.
+
+    llama.cpp's own offload computes some experts on the CPU, which rounds differently than a GPU.
+    """
+    resident = {row.logits_sha256 for row in rows if row.config == ALL_GPU} - {None}
+    tiered = {row.logits_sha256 for row in rows if row.tiered} - {None}
+    if len(tiered) > 1:
+        return False
+    return resident == tiered if resident and tiered else None
 
 
 @dataclass(slots=True)
@@ -138,7 +155,7 @@ class Benchmark:
             try:
                 self._measure(row)
             except SparkRuntimeError as error:
-                row.reason = str(error)
+                row.reason = str(error) if error.hint is None else f"{error} ({error.hint})"
                 self._failure = self._failure or error
             advance(1)
         if self._failure is not None and all(row.decode_tok_s is None for row in rows):

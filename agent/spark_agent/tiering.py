@@ -18,7 +18,11 @@ if TYPE_CHECKING:
     from spark_schemas.manifest import PlacementManifest
     from spark_schemas.model import ModelShape
 
-__all__ = ["TierOptions", "plan_for", "plan_table", "planned_options", "tiers_of", "warn_about_tiers"]
+__all__ = ["MOST_THREADS", "TierOptions", "plan_for", "plan_table", "planned_options", "tiers_of", "warn_about_tiers"]
+
+
+MOST_THREADS = 512
+"""What ggml's CPU backend has room for (``GGML_MAX_N_THREADS``)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from spark_agent.errors import UsageError
 from spark_agent.interrupts import interrupts_at_checks
 from spark_agent.manifests import find_manifest
 from spark_agent.sizes import format_size
+from spark_agent.tiering import MOST_THREADS
 
 if TYPE_CHECKING:
     from spark_agent.benchmark import Benchmark, Row
@@ -56,7 +57,9 @@ def bench_command(
         int, typer.Option(min=0, help="Tokens of a prompt computed at once; 0: 2048 on a GPU if it fits, else 512.")
     ] = 0,
     devices: Annotated[int, typer.Option(min=0, help="GPUs to spread the layers over; 0: all.")] = 0,
-    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: all this process may use.")] = 0,
+    threads: Annotated[
+        int, typer.Option(min=0, max=MOST_THREADS, help="CPU threads; 0: all this process may use.")
+    ] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure speed, cold hits, memory and bits of every way to run a model, in one run on this machine."""
@@ -93,7 +96,9 @@ def _shares(option: str, given: list[float] | None, default: tuple[float, ...]) 
 
 
 def _report(output: Output, benchmark: Benchmark, rows: list[Row]) -> None:
-    digests = {row.logits_sha256 for row in rows if row.logits_sha256 is not None}
+    from spark_agent.benchmark import identical_output
+
+    identical = identical_output(rows)
     shape, workload = benchmark.shape, benchmark.workload
     note = None
     if not benchmark.on_cards:
@@ -112,7 +117,7 @@ def _report(output: Output, benchmark: Benchmark, rows: list[Row]) -> None:
             "long_prompt": workload.long_prompt,
             "calibration": 0 if benchmark.manifest is not None else workload.calibration,
         },
-        "identical_output": len(digests) == 1,
+        "identical_output": identical,
         "note": note,
         "rows": [row.as_json() for row in rows],
     }
@@ -121,13 +126,18 @@ def _report(output: Output, benchmark: Benchmark, rows: list[Row]) -> None:
         output.table(_COLUMNS, [_cells(row) for row in rows])
 
     output.result(value, show)
-    if output.json_mode:
-        return
+    if not output.json_mode:
+        _say(output, rows, note, identical=identical)
+    if not any(row.tiered and row.decode_tok_s is not None for row in rows):
+        raise typer.Exit(1)
+
+
+def _say(output: Output, rows: list[Row], note: str | None, *, identical: bool | None) -> None:
     for reason in dict.fromkeys(row.reason for row in rows if row.reason is not None):
-        names = ", ".join(_name(row) for row in rows if row.reason == reason)
+        names = ", ".join(f"{_name(row)} at {row.residency:.0%}" for row in rows if row.reason == reason)
         output.warning(f"{names}: {reason}")
-    if len(digests) > 1:
-        output.warning("the logits differ: see the last column")
+    if identical is False:
+        output.warning("the logits of tiers differ from those with every expert resident: see the last column")
     if note is not None:
         output.info(note)
 

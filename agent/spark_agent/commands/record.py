@@ -14,7 +14,7 @@ from spark_agent.context import AgentContext, warn_about_counting
 from spark_agent.errors import SparkError, UsageError
 from spark_agent.interrupts import interrupts_at_checks
 from spark_agent.output import counted
-from spark_agent.tiering import TierOptions, plan_for, planned_options, warn_about_tiers
+from spark_agent.tiering import MOST_THREADS, TierOptions, plan_for, planned_options, warn_about_tiers
 from spark_agent.transcripts import Skipped, Transcript, read_transcripts
 from spark_agent.workload_name import check_workload_name
 
@@ -42,7 +42,9 @@ def record_command(
     trace: Annotated[Path | None, typer.Option(help="Also keep a token-level trace in this local file.")] = None,
     max_tokens: Annotated[int, typer.Option(min=0, help="Most tokens of each session; 0: all.")] = 0,
     ctx: Annotated[int, typer.Option(min=0, help="Context, tokens; 0: as trained, at most 8192.")] = 0,
-    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: all this process may use.")] = 0,
+    threads: Annotated[
+        int, typer.Option(min=0, max=MOST_THREADS, help="CPU threads; 0: all this process may use.")
+    ] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Feed transcripts through a model and keep their routing histograms in the spool."""

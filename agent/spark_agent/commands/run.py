@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from spark_agent.context import AgentContext, warn_about_counting
-from spark_agent.errors import RefusedError
+from spark_agent.errors import RefusedError, SparkError
 from spark_agent.manifests import find_manifest
 from spark_agent.output import counted
 from spark_agent.sizes import format_size
-from spark_agent.tiering import TierOptions, plan_for, plan_table, planned_options, tiers_of, warn_about_tiers
+from spark_agent.tiering import (
+    MOST_THREADS,
+    TierOptions,
+    plan_for,
+    plan_table,
+    planned_options,
+    tiers_of,
+    warn_about_tiers,
+)
 from spark_agent.workload_name import check_workload_name
 
 if TYPE_CHECKING:
@@ -37,7 +45,9 @@ def run_command(
     ctx: Annotated[
         int, typer.Option(min=0, help="Context, tokens; 0: the manifest's, else as trained, at most 8192.")
     ] = 0,
-    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: all this process may use.")] = 0,
+    threads: Annotated[
+        int, typer.Option(min=0, max=MOST_THREADS, help="CPU threads; 0: all this process may use.")
+    ] = 0,
     vram: Annotated[
         str | None, typer.Option(help="Most video memory to use, e.g. 14G; left out: what is free but a reserve.")
     ] = None,
@@ -78,6 +88,8 @@ def run_command(
         ctx = ctx or placement.n_ctx
     tiers = TierOptions(vram, residency, ubatch, devices, pinned_share, no_tier)
     tiers.check(placement)
+    if no_tier and placement is not None:
+        context.output.warning("--no-tier keeps every expert resident: the manifest is checked and not used")
     n_ctx = context_for(shape, ctx)
     if dry_run:
         plan = plan_for(file, shape, tiers, placement, n_ctx, always=True)
@@ -144,7 +156,13 @@ def _warn_about_budget(context: AgentContext, load: _Load, plan: TierPlan) -> No
             f"the manifest was planned for {format_size(placement.vram_budget_bytes)}, but with compute buffers and "
             f"what the tiers need besides it takes {format_size(taken)}"
         )
-        context.output.hint(f"--vram {placement.vram_budget_bytes} keeps within it, by the same profile")
+        try:
+            within = replace(load.tiers, vram=str(placement.vram_budget_bytes))
+            plan_for(load.file, load.shape, within, placement, load.n_ctx)
+        except SparkError as error:
+            context.output.hint(f"it cannot be kept within that: {error}")
+        else:
+            context.output.hint(f"--vram {placement.vram_budget_bytes} keeps within it, by the same profile")
 
 
 def _show_plan(

@@ -91,5 +91,7 @@ def _run(command: list[str]) -> None:
         raise InstallationError(f"{command[0]} did not finish within {_COMPILE_S} s", "try again") from error
     if answer.returncode:
         raise InstallationError(
-            f"{command[0]} cannot build the native library:\n{complaints(answer.stderr)}", "set CXX to another"
+            f"{command[0]} cannot build the native library:\n"
+            f"{complaints(answer.stderr) or f'it ended with status {answer.returncode} and said nothing'}",
+            "set CXX to another",
         )

@@ -174,7 +174,9 @@ void tier::place(const std::vector<start_layer> & start, float decay) {
         throw tier_error{"no layer to place, expected at least one"};
     }
     const char * concurrent = std::getenv("GGML_CUDA_GRAPH_OPT");
-    if (concurrent != nullptr && std::atoi(concurrent) == 1) {
+    ggml_backend_dev_props props;
+    ggml_backend_dev_get_props(inner, &props);
+    if (concurrent != nullptr && std::atoi(concurrent) == 1 && props.type != GGML_BACKEND_DEVICE_TYPE_CPU) {
         throw tier_error{"GGML_CUDA_GRAPH_OPT=1 computes parts of a graph side by side, and tiers cut it: unset it"};
     }
     std::vector<std::unique_ptr<tier_class>> made;

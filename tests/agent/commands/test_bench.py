@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from spark_agent.benchmark import Benchmark, Row, Workload
+from spark_agent.benchmark import Benchmark, Row, Workload, identical_output
 from spark_agent.errors import UsageError
 from spark_agent.paths import state_dir
 from spark_runtime.errors import PlanError
@@ -97,6 +97,7 @@ def test_a_manifest_gives_the_profile(agent_cli, make_manifest, tmp_path):
         (["--ring", "nan"], "--ring"),
         (["--tokens", "16"], "--tokens"),
         (["--tokens", "1024"], "--tokens"),
+        (["--threads", "513"], "--threads"),
         (["--bogus"], "--bogus"),
     ],
 )
@@ -116,6 +117,36 @@ def test_lengths_are_cut_to_the_model(quick):
     assert Workload.within(shape, 5000, 1000, 10, 512) == Workload(24, 1000, 10, 512, 1024)
     with pytest.raises(UsageError, match="17 to 1023"):
         Workload.within(shape, 1, 16, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("digests", "identical"),
+    [
+        ("aaaz", True),
+        ("aabz", False),
+        ("baaz", False),
+        ("-abz", False),
+        ("-aaz", None),
+        ("a--z", None),
+        ("a-aa", True),
+        ("----", None),
+    ],
+)
+def test_identical_means_tiers_against_every_expert_resident(digests, identical):
+    """Never llama.cpp's offload, whose CPU rounds differently than a GPU; and never nothing at all."""
+    rows = [Row("all-gpu", 1.0), Row("uniform", 0.5), Row("calibrated", 0.5), Row("llama-offload", 0.5)]
+    for row, digest in zip(rows, digests, strict=True):
+        row.logits_sha256 = None if digest == "-" else digest
+    assert identical_output(rows) is identical
+
+
+def test_without_any_tiered_row_it_fails(agent_cli):
+    """What ran is shown, and why the rest did not."""
+    result = agent_cli("bench", "--json", *QUICK, "--residency", "0.5", "--ring", "1", "--devices", "99")
+    assert result.code == 1
+    value = json.loads(result.out)
+    assert value["identical_output"] is None
+    assert {row["reason"] is None for row in value["rows"] if row["config"] in {"uniform", "calibrated"}} == {False}
 
 
 def test_what_does_not_fit_says_so(quick, monkeypatch):

@@ -245,6 +245,13 @@ def test_a_longer_context_than_the_manifest_was_planned_for(agent_cli, manifest,
         assert "planned for" not in within.err
 
 
+def test_a_manifest_that_is_not_used_is_said(agent_cli, manifest, tmp_path):
+    path = tmp_path / "manifest.json"
+    path.write_text(manifest.model_dump_json())
+    assert "not used" in agent_cli("run", "--dry-run", "--manifest", path, "--no-tier").err
+    assert "not used" not in agent_cli("run", "--dry-run", "--manifest", path).err
+
+
 def test_a_pulled_manifest_is_found_by_name(agent_cli, manifest, monkeypatch, tmp_path):
     ManifestStore(manifests_dir()).put(manifest, PullKey("http://x", 1, 1, 0), None)
     # A folder that happens to have the profile's name is not a manifest.
