@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from spark_schemas.manifest import PlacementManifest
     from spark_schemas.model import ModelShape
 
-__all__ = ["ALL_GPU", "Benchmark", "Row", "Workload"]
+__all__ = ["ALL_GPU", "Benchmark", "Row", "Workload", "identical_output"]
 
 ALL_GPU, UNIFORM, CALIBRATED, RING, OFFLOAD = "all-gpu", "uniform", "calibrated", "calibrated+ring", "llama-offload"
 CALIBRATION_SEED, MEASURED_SEED, LONG_PROMPT_SEED = 101, 202, 303
