@@ -14,11 +14,14 @@ _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def parse_size(text: str) -> int:
-    """Bytes of ``14G``, ``14GiB`` (both binary, as memory is sold), ``14GB`` (decimal) or a plain number of bytes."""
+def parse_size(text: str, option: str) -> int:
+    """Bytes of ``14G``, ``14GiB`` (both binary, as memory is sold), ``14GB`` (decimal) or a plain number of bytes.
+
+    Raises :class:`UsageError`, which names the option that the text was given for.
+    """
     match = _PATTERN.fullmatch(text.strip())
     if match is None:
-        raise UsageError(f"size: found {text!r}, expected a number with a unit, like 14G, 14GiB or 6.5GB")
+        raise UsageError(f"{option}: found {text!r}, expected a number with a unit", "e.g. 14G, 14GiB or 6.5GB")
     number, power, binary, suffix = match.groups()
     base = 1000 if suffix and not binary else 1024
     return int(Fraction(number) * base ** _POWERS[(power or "").lower()])

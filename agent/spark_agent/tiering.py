@@ -52,7 +52,7 @@ class TierOptions:
     @property
     def budget_bytes(self) -> int | None:
         """``--vram`` in bytes; raise :class:`UsageError` when it is no size."""
-        return None if self.vram is None else parse_size(self.vram)
+        return None if self.vram is None else parse_size(self.vram, "--vram")
 
 
 def plan_for(

@@ -26,7 +26,7 @@ from spark_agent.sizes import format_size, parse_size
     ],
 )
 def test_what_people_write(text, expected):
-    assert parse_size(text) == expected
+    assert parse_size(text, "--vram") == expected
 
 
 @pytest.mark.parametrize(
@@ -52,19 +52,19 @@ def test_what_people_write(text, expected):
 )
 def test_what_is_no_size(text):
     with pytest.raises(UsageError) as caught:
-        parse_size(text)
+        parse_size(text, "--vram")
     assert caught.value.exit_code == 2
 
 
 @given(st.integers(0, 2**60))
 def test_a_number_of_bytes_is_itself(n_bytes):
-    assert parse_size(str(n_bytes)) == n_bytes
+    assert parse_size(str(n_bytes), "--vram") == n_bytes
 
 
 @given(st.integers(0, 2**50))
 def test_a_printed_size_reads_back_within_its_precision(n_bytes):
     text = format_size(n_bytes)
-    assert abs(parse_size(text) - n_bytes) <= max(1, n_bytes * 0.051)
+    assert abs(parse_size(text, "--vram") - n_bytes) <= max(1, n_bytes * 0.051)
     number, unit = text.split(" ")
     assert float(number) < 1024 or unit == "TiB"
 
@@ -72,4 +72,4 @@ def test_a_printed_size_reads_back_within_its_precision(n_bytes):
 @given(st.integers(0, 2**45), st.integers(0, 2**45))
 def test_more_bytes_are_never_printed_as_fewer(first, second):
     small, large = sorted((first, second))
-    assert parse_size(format_size(small)) <= parse_size(format_size(large))
+    assert parse_size(format_size(small), "--vram") <= parse_size(format_size(large), "--vram")

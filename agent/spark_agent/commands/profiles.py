@@ -52,8 +52,10 @@ def pull_profile_command(
     check_workload_name(name, option="NAME")
     shape = read_model_shape(context.model_path(model))
     n_ctx = context_for(shape, ctx)
-    reserve_bytes = parse_size(reserve)
-    vram_bytes = parse_size(vram) if vram is not None else _default_budget(context, shape, n_ctx, reserve_bytes)
+    reserve_bytes = parse_size(reserve, "--reserve")
+    vram_bytes = (
+        parse_size(vram, "--vram") if vram is not None else _default_budget(context, shape, n_ctx, reserve_bytes)
+    )
     if not 1 <= vram_bytes <= MAX_COUNT:
         raise UsageError(f"--vram: found {vram_bytes} bytes, expected 1 to {MAX_COUNT}", "e.g. --vram 14G")
     store = ManifestStore(manifests_dir())

@@ -148,7 +148,7 @@ def test_a_service_that_is_down(pull, monkeypatch):
     [
         (["pull-profile", "../../etc"], "NAME"),
         (["pull-profile", "Chat"], "NAME"),
-        (["pull-profile", "chat", "--vram", "much"], "size: found 'much'"),
+        (["pull-profile", "chat", "--vram", "much"], "--vram: found 'much'"),
         (["pull-profile", "chat", "--vram", "0"], "--vram: found 0 bytes"),
         (["pull-profile", "chat", "--reserve", "9999999T"], "--vram: found"),
         (["pull-profile", "chat", "--service", "nowhere"], "--service"),
