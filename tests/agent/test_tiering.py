@@ -32,7 +32,7 @@ def shape(model):
         ({"residency": 0.0}, "--residency"),
         ({"residency": 1.1}, "--residency"),
         ({"residency": float("nan")}, "--residency"),
-        ({"vram": "much"}, "size"),
+        ({"vram": "much"}, "--vram: found"),
         ({"vram": "0"}, "--vram"),
     ],
 )
