@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -28,3 +30,13 @@ def tracked() -> list[Path]:
 def on_setup_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the set-up's modules importable, as they are when bootstrap.py is run as a program."""
     monkeypatch.syspath_prepend(str(ROOT / "infra/dev"))
+
+
+@pytest.fixture
+def llama_wheel(on_setup_path: None) -> ModuleType:
+    return importlib.import_module("llama_wheel")
+
+
+@pytest.fixture
+def console(on_setup_path: None) -> ModuleType:
+    return importlib.import_module("setup_console")

@@ -20,16 +20,6 @@ def bootstrap(on_setup_path: None) -> ModuleType:
     return importlib.import_module("bootstrap")
 
 
-@pytest.fixture
-def llama_wheel(on_setup_path: None) -> ModuleType:
-    return importlib.import_module("llama_wheel")
-
-
-@pytest.fixture
-def console(on_setup_path: None) -> ModuleType:
-    return importlib.import_module("setup_console")
-
-
 # --- the wheel's key
 
 

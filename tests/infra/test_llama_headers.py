@@ -25,16 +25,6 @@ def llama_headers(on_setup_path: None) -> ModuleType:
     return importlib.import_module("llama_headers")
 
 
-@pytest.fixture
-def llama_wheel(on_setup_path: None) -> ModuleType:
-    return importlib.import_module("llama_wheel")
-
-
-@pytest.fixture
-def console(on_setup_path: None) -> ModuleType:
-    return importlib.import_module("setup_console")
-
-
 def write_archive(path: Path, names: dict[str, str]) -> Path:
     with tarfile.open(path, "w:gz") as archive:
         for name, text in names.items():
