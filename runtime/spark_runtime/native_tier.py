@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,7 +78,25 @@ class LayerCounts:
     cold: int
     """Selections whose expert was not in video memory."""
     loads: int
-    """Experts copied to it, or to the scratch layers."""
+    """Experts that a step needed and copied there or to the scratch layers, without what is fetched ahead."""
+
+    @staticmethod
+    def room(n_experts: int) -> NDArray[np.uint64]:
+        """Where the native library writes them."""
+        return np.empty(2 * n_experts + 4, dtype=np.uint64)
+
+    @classmethod
+    def read(cls, written: NDArray[np.uint64]) -> Self:
+        """From what the native library wrote into :meth:`room`."""
+        n_experts = (len(written) - 4) // 2
+        tokens, cold, loads = written[-3:].tolist()
+        return cls(
+            selections=written[:n_experts].astype(np.int64),
+            reuse=written[n_experts:-3].astype(np.int64),
+            tokens=tokens,
+            cold=cold,
+            loads=loads,
+        )
 
 
 _ADDRESS, _INT, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
@@ -246,16 +264,9 @@ class DeviceTier:
     def counts(self, block: int, phase: int) -> LayerCounts:
         """Counts of a block as of the last :meth:`read`."""
         n_experts = self._n_experts[block]
-        values = np.empty(2 * n_experts + 4, dtype=np.uint64)
+        values = LayerCounts.room(n_experts)
         self._check(self._library.spark_tier_counts(self._handle, block, phase, values.ctypes.data))
-        tokens, cold, loads = values[-3:].tolist()
-        return LayerCounts(
-            selections=values[:n_experts].astype(np.int64),
-            reuse=values[n_experts:-3].astype(np.int64),
-            tokens=tokens,
-            cold=cold,
-            loads=loads,
-        )
+        return LayerCounts.read(values)
 
     def slots(self, block: int) -> NDArray[np.int32]:
         """Slot of every expert of a block as of the last :meth:`read`, -1 for those without."""

@@ -164,17 +164,9 @@ class PoolView:
 
     def counts(self, layer: int, phase: Phase) -> LayerCounts:
         """What a layer selected in a phase since the counts were reset."""
-        n_experts = self._sizes[layer]
-        values = np.empty(2 * n_experts + 4, dtype=np.uint64)
+        values = LayerCounts.room(self._sizes[layer])
         self._library.spark_slots_counts(self._handle, self._index(layer), PHASES.index(phase), values.ctypes.data)
-        tokens, cold, loads = values[-3:].tolist()
-        return LayerCounts(
-            selections=values[:n_experts].astype(np.int64),
-            reuse=values[n_experts:-3].astype(np.int64),
-            tokens=tokens,
-            cold=cold,
-            loads=loads,
-        )
+        return LayerCounts.read(values)
 
     def _index(self, layer: int) -> int:
         if not 0 <= layer < len(self._sizes):

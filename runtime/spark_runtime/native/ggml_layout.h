@@ -269,10 +269,8 @@ ggml_context * ggml_init(ggml_init_params);
 void ggml_free(ggml_context *);
 ggml_tensor * ggml_new_tensor(ggml_context *, int32_t type, int n_dims, const int64_t * ne);
 size_t ggml_tensor_overhead(void);
-size_t ggml_nbytes(const ggml_tensor *);
 ggml_cgraph ggml_graph_view(ggml_cgraph *, int, int);
 const char * ggml_op_name(int32_t op);
-const char * ggml_type_name(int32_t type);
 bool ggml_is_quantized(int32_t type);
 void ggml_log_internal(ggml_log_level, const char * format, ...);
 
