@@ -87,7 +87,7 @@ def run(engine: Engine, calls: list[tuple[Phase, int]], *, before_call: Callable
 
 
 def selections(path: Path, calls: list[tuple[Phase, int]]) -> list[Call]:
-    with Engine.load(path, EngineOptions(n_ctx=CONTEXT, n_batch=BATCH, n_threads=1, proxy=True)) as engine:
+    with Engine.load(path, EngineOptions(n_ctx=CONTEXT, n_batch=BATCH, n_threads=1, devices=1, proxy=True)) as engine:
         recorder = Recorder(engine.shape)
         with engine.counting(recorder):
             run(engine, calls)
@@ -166,7 +166,7 @@ def profiled(shape: ModelShape, residency: float, decay: float, pinned: float, s
 
 
 def load(path: Path, start: TierStart, decides: str) -> Engine:
-    engine = Engine.load(path, EngineOptions(n_ctx=CONTEXT, n_batch=BATCH, n_threads=1, tier=start))
+    engine = Engine.load(path, EngineOptions(n_ctx=CONTEXT, n_batch=BATCH, n_threads=1, devices=1, tier=start))
     assert engine.tier is not None
     assert {device.engine for device in engine.tier.devices} == {decides}
     return engine

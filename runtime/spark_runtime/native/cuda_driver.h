@@ -39,6 +39,12 @@ struct CUgraphEdgeData {
     unsigned char reserved[5];
 };
 
+struct CUgraphExecUpdateResultInfo {
+    int result;
+    CUgraphNode errorNode;
+    CUgraphNode errorFromNode;
+};
+
 struct CUDA_KERNEL_NODE_PARAMS {
     CUfunction func;
     unsigned gridDimX, gridDimY, gridDimZ;
@@ -108,7 +114,8 @@ struct CUDA_KERNEL_NODE_PARAMS {
       "cuGraphAddDependencies_v2")                                                                                     \
     F(cuGraphRemoveDependencies,                                                                                       \
       (CUgraph, const CUgraphNode *, const CUgraphNode *, const CUgraphEdgeData *, size_t),                            \
-      "cuGraphRemoveDependencies_v2")
+      "cuGraphRemoveDependencies_v2")                                                                                  \
+    F(cuGraphExecUpdate, (CUgraphExec, CUgraph, CUgraphExecUpdateResultInfo *), "cuGraphExecUpdate_v2")
 
 struct cuda_driver {
 #define SPARK_DECLARE(name, arguments, symbol) CUresult(*name) arguments = nullptr;

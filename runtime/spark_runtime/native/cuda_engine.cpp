@@ -152,12 +152,14 @@ class cuda_engine : public engine {
         if (entry.exec != nullptr) {
             return replay(inner, entry.exec);
         }
-        // The first time, the wrapped backend allocates what it needs, which it could not do while capturing.
-        if (entry.computed++ == 0 || entry.refused) {
+        // The first time, the wrapped backend makes what its kernels need, which it could not all do while capturing; a
+        // context that has grown needs no more than before.
+        const bool first = entry.computed++ == 0;
+        if ((first && !graphs->familiar(entry)) || entry.refused) {
             return run_and_count(inner, graph, calls);
         }
         if (!capture(inner, graph, calls, entry)) {
-            entry.refused = true;
+            entry.refused = !first;
             return run_and_count(inner, graph, calls);
         }
         return replay(inner, entry.exec);

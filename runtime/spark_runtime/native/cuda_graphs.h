@@ -10,17 +10,13 @@ namespace spark {
 
 class cuda_graphs {
   public:
-    struct node {  // what a captured kernel depends on
-        ggml_tensor self;
-        const void * data[GGML_MAX_SRC];
-        int64_t ne[GGML_MAX_SRC][GGML_MAX_DIMS];
-        size_t nb[GGML_MAX_SRC][GGML_MAX_DIMS];
-    };
     struct entry {
         uint64_t number = 0;
         uint64_t generation = 0;
-        std::vector<node> nodes;
+        std::vector<char> content;     // all that the captured kernels depend on
+        std::vector<int32_t> operations;
         CUgraphExec exec = nullptr;
+        CUgraphExec outdated = nullptr;  // of the entry that had to go for this one
         int computed = 0;
         bool refused = false;
     };
@@ -33,6 +29,8 @@ class cuda_graphs {
     CUgraphExec by_number(const ggml_cgraph * graph, uint64_t generation);
     // The entry of one with equal nodes; a new one if there is none.
     entry & by_content(const ggml_cgraph * graph, uint64_t generation);
+    // Whether one of the same operations, of other sizes or places, has been captured.
+    bool familiar(const entry & entry) const;
     // Makes a captured graph ready to run, and frees it; false if the driver cannot.
     bool take(entry & entry, CUgraph captured);
     // Whether the CUDA backend would compute it without waiting for the GPU.
@@ -42,6 +40,8 @@ class cuda_graphs {
     const cuda & gpu;
     std::vector<CUfunction> ours;
     std::list<entry> entries;  // used last, first
+    std::vector<char> content;  // of the graph that is looked for; kept for its memory
+    bool update(entry & entry, CUgraph captured) const;
     size_t make_chain(CUgraph graph) const;
 };
 
