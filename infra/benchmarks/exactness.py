@@ -137,7 +137,7 @@ def rows_of(job: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
     for (mode, case), result in by_key.items():
         if mode == PLAIN:
             continue
-        row = {"model": job["model"], "type": job["type"], "residency": mode, "case": case}
+        row = {"model": job["name"], "type": job["type"], "residency": mode, "case": case}
         if mode == PROXY:
             row["residency"] = "proxy"
         row |= {key: result[key] for key in ("slots", "cold_hits", "finite") if key in result}
@@ -158,7 +158,7 @@ def rows_of(job: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
             row["plain_deterministic"] = again.get(case) == row[PLAIN]
         rows.append(row)
     for mode, fault in faults.items():
-        rows.append({"model": job["model"], "type": job["type"], "residency": mode, "fault": fault})
+        rows.append({"model": job["name"], "type": job["type"], "residency": mode, "fault": fault})
     return rows
 
 
@@ -190,7 +190,7 @@ def jobs_of(options: argparse.Namespace) -> list[dict[str, Any]]:
     settings = {key: getattr(options, key) for key in ("seed", "tokens", "prompts", "threads", "devices")}
     modes = [PLAIN, PROXY, *options.residency]
     return [
-        {"model": name, "type": kind, "modes": modes, **settings}
+        {"model": name, "name": Path(name).name, "type": kind, "modes": modes, **settings}
         for name in names
         for kind in (["file"] if name.endswith(".gguf") else options.types)
     ]
@@ -213,10 +213,21 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of weights and tokens")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one model may take")
     options = parser.parse_args()
-    with ThreadPoolExecutor(options.jobs) as pool:
-        rows = [row for part in pool.map(lambda job: rows_of(job, options.timeout), jobs_of(options)) for row in part]
     settings = {key: value for key, value in vars(options).items() if key not in {"out", "jobs", "timeout"}}
-    report({"settings": settings, "summary": summary_of(rows), "rows": rows}, options.out)
+    settings["models"] = [Path(model).name for model in options.models]
+    rows: list[dict[str, Any]] = []
+
+    def result() -> dict[str, Any]:
+        return {"settings": settings, "summary": summary_of(rows), "rows": rows}
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for part in pool.map(lambda job: rows_of(job, options.timeout), jobs_of(options)):
+            rows += part
+            if options.out is not None:
+                options.out.write_text(
+                    json.dumps(result(), indent=1) + "\n"
+                )  # what is known outlives an interrupted run
+    report(result(), options.out)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Decode of several configurations side by side: all loaded at once, the same tokens to each in turn.
 
-Usage: tier_interleaved.py MODEL.gguf [--residency 0.6 0.31] [--rounds 7] [--tokens 100] [--out FILE]. A machine's speed
-drifts by more than what is to be told apart, so each round gives every configuration the same new tokens, and medians
-over rounds are compared. llama.cpp itself comes first and last. Needs memory for all of them.
+Usage: tier_interleaved.py MODEL.gguf [--residency 0.6 0.31] [--rounds 7] [--tokens 100] [--devices N] [--out FILE].
+A machine's speed drifts by more than what is to be told apart, so each round gives every configuration the same new
+tokens, and medians over rounds are compared. llama.cpp itself comes first and last. Needs memory for all of them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def decode(engine: Engine, tokens: Sequence[int]) -> tuple[float, bytes]:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     shape = read_model_shape(arguments.model)
     length = PROMPT + WARM + arguments.rounds * arguments.tokens + 64
-    options = {"n_ctx": length, "n_batch": PROMPT, "n_threads": arguments.threads, "devices": 1}
+    options = {"n_ctx": length, "n_batch": PROMPT, "n_threads": arguments.threads, "devices": arguments.devices}
     frequency, sizes = profile(arguments.model, shape, options), layer_sizes(shape)
     plain = EngineOptions(count_routing=False, repack=False, **options)
     configurations = {
@@ -94,7 +94,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             }
         )
         engine.close()
-    return {"model": shape.name, "rounds": arguments.rounds, "tokens": arguments.tokens, "rows": result}
+    about = {"model": shape.name, "devices": arguments.devices}
+    return {**about, "rounds": arguments.rounds, "tokens": arguments.tokens, "rows": result}
 
 
 def main() -> None:
@@ -104,6 +105,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--threads", type=int, default=4)
+    parser.add_argument("--devices", type=int, default=1, help="GPUs that every configuration is split over")
     arguments = parser.parse_args()
     report(run(arguments), arguments.out)
 
