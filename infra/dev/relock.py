@@ -50,7 +50,7 @@ def main() -> int:
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
         subprocess.run([f"{folder}/bin/python", "-m", "pip", "install", "-q", UV], check=True)
         uv = Path(folder, "bin/uv")
-        everything = ["--extra", "all", "--group", "dev", "--no-emit-package", LLAMA]
+        everything = ["--extra", "all", "--extra", "ray", "--group", "dev", "--no-emit-package", LLAMA]
         compile_lock(uv, "infra/lock/requirements.txt", ["pyproject.toml"], *everything, *upgrade)
         compile_lock(uv, "infra/lock/build.txt", ["infra/lock/build.in"], *upgrade)
         # Of this one only the source archive is locked: it is built here, for the machine's own processor.
