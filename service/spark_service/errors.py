@@ -5,6 +5,7 @@ SparkServiceError                  a message for people, a hint, an exit code
 ├── RefusedError                   refused for safety (exit code 3)
 ├── DataDirError                   the data folder cannot be created or written
 ├── AddressError                   the address cannot be listened on
+├── ExecutorError                  the cluster that builds profiles cannot be used
 ├── DatabaseError                  the database cannot be opened
 │   ├── DatabaseLockedError        another process owns the file
 │   ├── DatabaseFormatError        the file is damaged, or not this service's
@@ -25,6 +26,7 @@ __all__ = [
     "DatabaseFormatError",
     "DatabaseLockedError",
     "EnvironmentVariableError",
+    "ExecutorError",
     "MigrationError",
     "RefusedError",
     "RequestError",
@@ -61,6 +63,10 @@ class DataDirError(SparkServiceError):
 
 class AddressError(SparkServiceError):
     """The address cannot be listened on."""
+
+
+class ExecutorError(SparkServiceError):
+    """The cluster that is to build profiles is not installed, not there, or failed."""
 
 
 class DatabaseError(SparkServiceError):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -18,6 +19,7 @@ from spark_schemas.model import ExpertLayer, ModelShape
 from spark_service.db.connection import Database
 from spark_service.db.migrate import migrate, pending
 from spark_service.db.rows import histograms_table, parts_from_table, parts_table
+from spark_service.db.tallies import Counted, TallyKey, forget_session, save_tally
 from spark_service.errors import RequestError, StorageError
 from spark_service.sessions import SessionPart
 
@@ -40,6 +42,7 @@ class Store:
         self._database = database
         # DuckDB would let two writers race and fail one of them; here the second one waits.
         self._writing = threading.Lock()
+        self._deletions = 0
 
     @classmethod
     def open(cls, path: Path, *, memory: str = "1GB", threads: int = 2) -> Self:
@@ -101,6 +104,7 @@ class Store:
         Return the number of parts removed.
         """
         with self._writing, self._database.transaction() as cursor:
+            forget_session(cursor, session_hash)
             cursor.execute("INSERT INTO deleted_sessions VALUES (?) ON CONFLICT DO NOTHING", [session_hash])
             ids = cursor.execute("SELECT content_id FROM parts WHERE session_hash = ?", [session_hash]).fetchall()
             cursor.execute(
@@ -108,7 +112,28 @@ class Store:
                 [session_hash],
             )
             cursor.execute("DELETE FROM parts WHERE session_hash = ?", [session_hash])
+            # Before the commit: whoever reads the number after it must not find the old one.
+            self._deletions += 1 if ids else 0
         return len(ids)
+
+    @property
+    def deletions(self) -> int:
+        """Deletions so far: what was read before one may be gone."""
+        return self._deletions
+
+    @contextmanager
+    def reading(self) -> Iterator[duckdb.DuckDBPyConnection]:
+        """Give a cursor that sees the database as it is now, whatever is written meanwhile."""
+        with self._database.transaction() as cursor:
+            yield cursor
+
+    def keep_tally(self, key: TallyKey, counted: Counted, deletions: int) -> bool:
+        """Store a tally, unless a session was deleted since the number of :attr:`deletions` was ``deletions``."""
+        with self._writing, self._database.transaction() as cursor:
+            if self._deletions != deletions:
+                return False
+            save_tally(cursor, key, counted)
+        return True
 
     def model(self, fingerprint: str) -> ModelShape | None:
         """The stored shape of a model."""
