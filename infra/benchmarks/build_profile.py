@@ -2,7 +2,7 @@
 
 Usage: build_profile.py [--sessions 1000 10000] [--layers 48] [--experts 128] [--others 2] [--ray] [--out FILE].
 Sessions are synthetic (popularity by workload, disturbed for each session): what is measured is reading and arithmetic,
-which do not depend on the numbers. Each size gets a database, and each measurement a process of its own, for its memory:
+which do not depend on the numbers. Each size gets a database, each measurement a process of its own for its memory:
 
 - ``rebuild``: everything counted anew, as after a restore, and judged by the held-out sessions;
 - ``update``: the same after 100 more sessions, from the tally that is stored;

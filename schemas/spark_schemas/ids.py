@@ -39,9 +39,5 @@ Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Phase = Literal["prefill", "decode"]
 Split = Literal["calibration", "held_out"]
 Verdict = Literal["profile", "cache_only", "pin", "no_gain"]
-Policy = Literal["uniform", "random", "own", "own_ring", "other", "oracle", "lru"]
-"""What the service can evaluate from counts alone.
-
-``lru`` is exact, from reuse distances, started empty. ``own_ring`` pins half of each layer's slots by the profile and
-lets the rest evict the least recently used: an upper bound, because counts do not say how the two kinds mix.
-"""
+Policy = Literal["uniform", "random", "own", "other", "oracle", "lru"]
+"""What the service can evaluate from counts alone. ``lru`` is exact, from reuse distances, started empty."""

@@ -6,11 +6,13 @@ own rate, and its interval a bootstrap over sessions: sessions are the unit, bec
 - ``uniform``: the first experts of every layer, the same share of each.
 - ``random``: any experts, the same share of each layer; the mean of five seeds.
 - ``own``: this workload's profile, slots by greedy.
-- ``own_ring``: half of those slots keep the profile's hottest experts, the rest are a cache of all others; at most.
 - ``other``: the mean over all other workloads' profiles of the model; each of them is in the mismatch matrix.
 - ``oracle``: the held-out sessions' own mean shares: no static placement can do better on them.
 - ``lru``: a cache of the uniform slots that evicts the least recently used expert, started empty. Exact, from reuse
   distances, so for decode alone.
+
+A profile whose hottest experts stay while the rest of the slots are a cache cannot be told from counts: how the order
+of the two kinds mixes is not in them, and what can be said for certain is no better than placing once.
 """
 
 from __future__ import annotations
@@ -26,15 +28,13 @@ from spark_runtime.placement import (
     LayerSizes,
     bootstrap_interval,
     bootstrap_intervals,
-    greedy_slots,
-    hot_set,
     residency_budget,
     uniform_slots,
 )
 from spark_schemas.ids import Policy, Verdict
 from spark_schemas.profile import CurvePoint, Mismatch
 from spark_service.sessions import IntArray
-from spark_service.trials import FloatArray, Rates, Ring, Trials, first_experts, placed_by
+from spark_service.trials import FloatArray, Rates, Trials, first_experts, placed_by
 
 __all__ = [
     "MIN_SESSIONS",
@@ -50,8 +50,6 @@ VERDICT_RESIDENCY = 0.6
 MIN_SESSIONS = 3
 """Fewest sessions on either side of the split that support a verdict."""
 RANDOM_SEEDS = 5
-RING_SHARE = 0.5
-"""Of each layer's slots, for ``own_ring``."""
 _CACHE = "cache without a profile, at best"
 _DIGITS = 12
 """Published rates have no more: the last bits of a float sum differ between machines."""
@@ -87,7 +85,7 @@ class Plan:
         """Trials at every residency; ``oracle`` are the mean shares of the sessions that will judge."""
         names = tuple(sorted(others))
         static: list[Sequence[IntArray]] = []
-        caches, rings = [], []
+        caches = []
         for residency in RESIDENCIES:
             budget = residency_budget(layers, residency)
             slots = uniform_slots_for(tuple(layers), budget)
@@ -97,10 +95,9 @@ class Plan:
             static += [placed_by(others[name], layers, budget) for name in names]
             static.append(placed_by(oracle, layers, budget))
             caches.append(slots)
-            rings.append(_ring(own, layers, budget))
         budget = residency_budget(layers, VERDICT_RESIDENCY)
         fresh = [first_experts(uniform_slots_for(tuple(layers), budget))]
-        return cls(workload, names, Trials.of(layers, static, caches, fresh, rings))
+        return cls(workload, names, Trials.of(layers, static, caches, fresh))
 
     def evaluate(self, rates: Rates | None, n_calibration: int) -> Evaluation:
         """Curves, mismatch and verdict from the rates of all held-out sessions; ``None`` without any of them."""
@@ -115,8 +112,6 @@ class Plan:
             values["uniform", residency] = columns[:, 0]
             values["random", residency] = columns[:, 1 : RANDOM_SEEDS + 1].mean(axis=1)
             values["own", residency] = columns[:, RANDOM_SEEDS + 1]
-            if rates.ring is not None:
-                values["own_ring", residency] = rates.ring[:, index]
             if self.others:
                 values["other", residency] = others.mean(axis=1)
             values["oracle", residency] = columns[:, -1]
@@ -124,11 +119,7 @@ class Plan:
                 values["lru", residency] = rates.lru[:, index]
             by_other |= {(name, residency): others[:, column] for column, name in enumerate(self.others)}
         intervals = bootstrap_intervals(np.stack([*values.values(), *by_other.values()], axis=1))
-        placed: dict[Policy, tuple[str, ...]] = {
-            "own": (self.workload,),
-            "own_ring": (self.workload,),
-            "other": self.others,
-        }
+        placed: dict[Policy, tuple[str, ...]] = {"own": (self.workload,), "other": self.others}
         curves = tuple(
             CurvePoint(policy=policy, residency=residency, profiles=placed.get(policy, ()), **_ends(interval))
             for (policy, residency), interval in zip(values, intervals, strict=False)
@@ -162,15 +153,6 @@ def _ends(interval: Interval) -> dict[str, float]:
 def _random_experts(layers: Sequence[LayerSizes], slots: Sequence[int], seed: int) -> list[IntArray]:
     rng = np.random.default_rng(seed)
     return [rng.permutation(layer.n_experts)[:count] for layer, count in zip(layers, slots, strict=True)]
-
-
-def _ring(own: Sequence[FloatArray], layers: Sequence[LayerSizes], budget: int) -> Ring:
-    slots = greedy_slots(own, layers, budget)
-    # A cache must hold what one token selects, or it would not be one.
-    moving = tuple(
-        max(min(layer.top_k, count), int(RING_SHARE * count)) for count, layer in zip(slots, layers, strict=True)
-    )
-    return Ring(hot_set(own, [count - ring for count, ring in zip(slots, moving, strict=True)]), moving)
 
 
 def _verdict(rates: Mapping[str, FloatArray], n_calibration: int, n_held_out: int) -> tuple[Verdict | None, str]:

@@ -111,7 +111,7 @@ def _expectation(
 ) -> Expectation | None:
     sizes = layer_sizes(shape)
     uniform = first_experts(uniform_slots_for(sizes, slot_bytes))
-    trials = Trials.of(sizes, [[np.array(layer.hot_set) for layer in layers], uniform], (), (), ())
+    trials = Trials.of(sizes, [[np.array(layer.hot_set) for layer in layers], uniform], (), ())
     rates = [trials.judge(batch).static for batch in held_out if len(batch)]
     if not rates:
         return None

@@ -14,22 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spark_runtime.placement import LayerSizes, greedy_slots, hot_set
-from spark_runtime.votes import layer_sums
 from spark_service.sessions import Sessions
 
-__all__ = ["FloatArray", "Rates", "Ring", "Trials", "first_experts", "joined", "placed_by"]
+__all__ = ["FloatArray", "Rates", "Trials", "first_experts", "joined", "placed_by"]
 
 FloatArray = NDArray[np.float64]
 Placement = Sequence[NDArray[np.int64]]
 """Resident expert ids of each layer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ring:
-    """Experts that stay, and slots per layer for a cache of what they leave, evicting the least recently used."""
-
-    pinned: Placement
-    slots: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +31,6 @@ class Rates:
     static: FloatArray
     lru: FloatArray | None
     """``None`` in a phase without reuse distances."""
-    ring: FloatArray | None
     spared: FloatArray
     """Share of a session's selections that are the first of an expert resident in each of the fresh placements."""
 
@@ -56,10 +46,6 @@ class Trials:
     """``[distances of all layers, cache]``: 1 where a selection at that distance misses."""
     fresh: FloatArray
     """As ``static``: where a cache that starts with these experts would have been spared their first selections."""
-    pinned: FloatArray
-    """``[experts of all layers, ring]``: 1 where pinned."""
-    beyond: FloatArray
-    """``[distances of all layers, ring]``: 1 where a selection at that distance may miss the ring."""
 
     @classmethod
     def of(
@@ -68,18 +54,10 @@ class Trials:
         static: Sequence[Placement],
         caches: Sequence[Sequence[int]],
         fresh: Sequence[Placement],
-        rings: Sequence[Ring],
     ) -> Trials:
-        """Trials of placements, of caches with so many slots a layer, and of rings."""
+        """Trials of placements, and of caches with so many slots a layer."""
         n_experts = tuple(layer.n_experts for layer in layers)
-        return cls(
-            n_experts,
-            _masks(n_experts, static),
-            _tails(n_experts, caches),
-            _masks(n_experts, fresh),
-            _masks(n_experts, [ring.pinned for ring in rings]),
-            _tails(n_experts, [ring.slots for ring in rings]),
-        )
+        return cls(n_experts, _masks(n_experts, static), _tails(n_experts, caches), _masks(n_experts, fresh))
 
     def judge(self, sessions: Sessions) -> Rates:
         """Rates of every trial on every session."""
@@ -89,23 +67,8 @@ class Trials:
             sessions.hashes,
             1.0 - counts @ self.static / totals,
             None if sessions.reuse is None else sessions.reuse.astype(np.float64) @ self.lru / totals,
-            None if sessions.reuse is None else self._ring_rates(counts, sessions.reuse.astype(np.float64), totals),
             (counts > 0).astype(np.float64) @ self.fresh / totals,
         )
-
-    def _ring_rates(self, counts: FloatArray, reuse: FloatArray, totals: FloatArray) -> FloatArray:
-        """At most so many misses: how the order of unpinned selections mixes with pinned ones is not known.
-
-        An unpinned selection that is near in the order of all selections is near in the order of unpinned ones, too:
-        in each layer no more than the far ones miss, and no more than the unpinned ones.
-        """
-        n_distances = [size + 1 for size in self.n_experts]
-        rates = []
-        for ring in range(self.pinned.shape[1]):
-            unpinned = layer_sums(counts * (1.0 - self.pinned[:, ring]), self.n_experts)
-            far = layer_sums(reuse * self.beyond[:, ring], n_distances)
-            rates.append(np.minimum(unpinned, far).sum(axis=1))
-        return np.stack(rates, axis=1) / totals if rates else np.zeros((len(counts), 0))
 
 
 def first_experts(slots: Sequence[int]) -> list[NDArray[np.int64]]:
@@ -123,7 +86,7 @@ def joined(several: Sequence[Rates]) -> Rates:
     hashes = [session_hash for rates in several for session_hash in rates.hashes]
     order = np.array(sorted(range(len(hashes)), key=hashes.__getitem__), dtype=np.intp)
     columns: Mapping[str, list[FloatArray | None]] = {
-        name: [getattr(rates, name) for rates in several] for name in ("static", "lru", "ring", "spared")
+        name: [getattr(rates, name) for rates in several] for name in ("static", "lru", "spared")
     }
 
     def column(name: str) -> FloatArray | None:
@@ -133,7 +96,7 @@ def joined(several: Sequence[Rates]) -> Rates:
 
     static, spared = column("static"), column("spared")
     assert static is not None and spared is not None  # noqa: S101, PT018  every batch has them
-    return Rates(tuple(hashes[index] for index in order), static, column("lru"), column("ring"), spared)
+    return Rates(tuple(hashes[index] for index in order), static, column("lru"), spared)
 
 
 def _masks(n_experts: Sequence[int], placements: Sequence[Placement]) -> FloatArray:

@@ -18,7 +18,7 @@ from spark_schemas.profile import CurvePoint
 from spark_service.evaluation import RESIDENCIES, Evaluation, Plan, uniform_slots_for
 from spark_service.sessions import Rows, SessionPart, Sessions, merge_parts, merge_rows
 from spark_service.tally import tally_of
-from spark_service.trials import Ring, Trials, first_experts, joined
+from spark_service.trials import Trials, first_experts, joined
 
 SIZES = (LayerSizes(12, 2, 100), LayerSizes(16, 2, 100), LayerSizes(8, 1, 50))
 
@@ -75,14 +75,14 @@ def curve(evaluation: Evaluation, policy: str) -> dict[float, CurvePoint]:
 
 def test_every_policy_at_every_residency(make: Any) -> None:
     evaluation = evaluated(make, other_taste=7)
-    for policy in ("uniform", "random", "own", "own_ring", "other", "oracle", "lru"):
+    for policy in ("uniform", "random", "own", "other", "oracle", "lru"):
         points = curve(evaluation, policy)
         assert tuple(points) == RESIDENCIES == (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
         rates = [point.cold_hit_rate for point in points.values()]
         assert all(point.low <= point.cold_hit_rate <= point.high for point in points.values())
-        if policy not in {"random", "own_ring"}:
+        if policy != "random":
             assert rates == sorted(rates, reverse=True)
-        assert (rates[-1] == 0) == (policy not in {"lru", "own_ring"})
+        assert (rates[-1] == 0) == (policy != "lru")
 
 
 def test_better_knowledge_places_better(make: Any) -> None:
@@ -163,29 +163,18 @@ def test_a_filled_cache_is_never_better_than_counted_at_its_best(seed: int) -> N
     slots = 7
     ids, sessions = drawn(seed)
     [filled] = lru_cold_hits(ids, 16, [slots], np.arange(16))
-    trials = Trials.of([LayerSizes(16, 2, 1)], [], [[slots]], [first_experts([slots])], [])
+    trials = Trials.of([LayerSizes(16, 2, 1)], [], [[slots]], [first_experts([slots])])
     rates = trials.judge(sessions)
     assert rates.lru is not None
     assert rates.lru[0, 0] == lru_cold_hit_rates([sessions.reuse], [slots])[0]  # type: ignore[list-item]
     assert rates.lru[0, 0] - rates.spared[0, 0] <= filled / ids.size <= rates.lru[0, 0]
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_a_ring_misses_at_most_what_is_counted(seed: int) -> None:
-    """Replayed: hits are pinned experts and a cache of the others, that evicts the least recently used."""
-    ids, sessions = drawn(seed)
-    pinned, ring = np.array([1, 4, 6]), 4
-    recent: list[int] = []
-    missed = 0
-    for selection in ids:
-        others = [int(expert) for expert in selection if expert not in pinned]
-        missed += sum(expert not in recent for expert in others)
-        recent = ([expert for expert in recent if expert not in others] + others)[-ring:]
-    trials = Trials.of([LayerSizes(16, 2, 1)], [[pinned]], [[7]], [], [Ring([pinned], (ring,))])
-    rates = trials.judge(sessions)
-    assert rates.ring is not None
-    assert missed / ids.size <= rates.ring[0, 0] <= rates.static[0, 0]
-    assert rates.static[0, 0] == cold_hit_rates([sessions.counts], [pinned])[0]
+def test_a_placement_misses_what_it_leaves_out() -> None:
+    _, sessions = drawn(0)
+    placements = [[np.array([1, 4, 6])], [np.arange(16)], [np.arange(0)]]
+    rates = Trials.of([LayerSizes(16, 2, 1)], placements, [], []).judge(sessions)
+    assert rates.static[0].tolist() == [cold_hit_rates([sessions.counts], placements[0])[0], 0, 1]
 
 
 def test_a_rate_of_some_sessions_is_no_rate() -> None:
@@ -193,7 +182,7 @@ def test_a_rate_of_some_sessions_is_no_rate() -> None:
     without = Sessions(
         ("b" * 64,), (1,), *(getattr(with_distances, name) for name in ("days", "tokens", "counts")), None
     )
-    trials = Trials.of([LayerSizes(16, 2, 1)], [[np.arange(3)]], [[3]], [], [])
+    trials = Trials.of([LayerSizes(16, 2, 1)], [[np.arange(3)]], [[3]], [])
     both = joined([trials.judge(without), trials.judge(with_distances)])
     assert both.hashes == ("a" * 64, "b" * 64)
     assert both.static.shape == (2, 1)
