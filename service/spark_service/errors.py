@@ -2,7 +2,9 @@
 
 SparkServiceError                  a message for people, a hint, an exit code
 ├── EnvironmentVariableError       a SPARKMOE_* variable holds a value that cannot be used
+├── UsageError                     an option holds a value that cannot be used (exit code 2)
 ├── RefusedError                   refused for safety (exit code 3)
+├── ServiceCallError               a running service, asked by a command, refused or did not answer
 ├── DataDirError                   the data folder cannot be created or written
 ├── AddressError                   the address cannot be listened on
 ├── DatabaseError                  the database cannot be opened
@@ -28,9 +30,11 @@ __all__ = [
     "MigrationError",
     "RefusedError",
     "RequestError",
+    "ServiceCallError",
     "SparkServiceError",
     "StorageError",
     "StorageFullError",
+    "UsageError",
 ]
 
 
@@ -49,10 +53,20 @@ class EnvironmentVariableError(SparkServiceError):
     """A ``SPARKMOE_*`` variable holds a value that cannot be used."""
 
 
+class UsageError(SparkServiceError):
+    """An option holds a value that cannot be used."""
+
+    exit_code = 2
+
+
 class RefusedError(SparkServiceError):
     """Refused for safety."""
 
     exit_code = 3
+
+
+class ServiceCallError(SparkServiceError):
+    """A running service, asked by a command, refused or did not answer."""
 
 
 class DataDirError(SparkServiceError):

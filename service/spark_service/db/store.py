@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -15,8 +16,10 @@ from spark_schemas.api import UploadReceipt
 from spark_schemas.histogram import HistogramUpload, SessionHistogram
 from spark_schemas.ids import Phase
 from spark_schemas.model import ExpertLayer, ModelShape
+from spark_service.db.audit import record
 from spark_service.db.connection import Database
 from spark_service.db.migrate import migrate, pending
+from spark_service.db.removal import remove_session
 from spark_service.db.rows import histograms_table, parts_from_table, parts_table
 from spark_service.errors import RequestError, StorageError
 from spark_service.sessions import SessionPart
@@ -60,6 +63,18 @@ class Store:
         with self._writing:
             self._database.close()
 
+    @contextmanager
+    def writing(self) -> Iterator[duckdb.DuckDBPyConnection]:
+        """Give the one writer's cursor inside a transaction. Raises :class:`StorageError`."""
+        with self._writing, self._database.transaction() as cursor:
+            yield cursor
+
+    @contextmanager
+    def reading(self) -> Iterator[duckdb.DuckDBPyConnection]:
+        """Give a cursor for reading. Raises :class:`StorageError`."""
+        with self._database.cursor() as cursor:
+            yield cursor
+
     def require_ready(self) -> None:
         """Raise :class:`StorageError` or :class:`MigrationError` unless the database answers and is migrated."""
         missing = pending(self._database)
@@ -67,12 +82,15 @@ class Store:
             names = ", ".join(f"{migration.version:04d}_{migration.name}" for migration in missing)
             raise StorageError(f"migrations missing: {names}", "run spark-service migrate")
 
-    def add_upload(self, upload: HistogramUpload, idempotency_key: str, body_sha256: str) -> UploadReceipt:
+    def add_upload(
+        self, upload: HistogramUpload, idempotency_key: str, body_sha256: str, actor: str = "cli"
+    ) -> UploadReceipt:
         """Store an upload in one transaction and return its receipt once that is committed.
 
-        The same key and body give the first receipt again. Histograms already stored, and those of deleted sessions,
-        count as duplicates. Raises :class:`RequestError` for a key used with another body and for a model that
-        contradicts the stored one; :class:`StorageError` when nothing could be stored.
+        The same key and body give the first receipt again. Histograms already stored, those removed by age and those
+        of deleted sessions count as duplicates. ``actor`` is who the audit log names. Raises :class:`RequestError` for
+        a key used with another body and for a model that contradicts the stored one; :class:`StorageError` when nothing
+        could be stored.
         """
         with self._writing, self._database.transaction() as cursor:
             # Always fetchall: a result that is not read to its end blocks the cursor.
@@ -93,22 +111,19 @@ class Store:
                 "INSERT INTO uploads VALUES (?, ?, ?, ?)",
                 [idempotency_key, body_sha256, receipt.accepted, receipt.duplicates],
             )
+            counts = {"uploads": 1, "accepted": receipt.accepted, "duplicates": receipt.duplicates}
+            record(cursor, actor, "upload.accept", upload.model.fingerprint, counts)
         return receipt
 
-    def delete_session(self, session_hash: str) -> int:
+    def delete_session(self, session_hash: str, actor: str = "cli") -> int:
         """Remove every part of a session, for all models and workloads, and keep it from coming back.
 
-        Return the number of parts removed.
+        Return the number of parts removed. ``actor`` is who the audit log names.
         """
-        with self._writing, self._database.transaction() as cursor:
-            cursor.execute("INSERT INTO deleted_sessions VALUES (?) ON CONFLICT DO NOTHING", [session_hash])
-            ids = cursor.execute("SELECT content_id FROM parts WHERE session_hash = ?", [session_hash]).fetchall()
-            cursor.execute(
-                "DELETE FROM histograms WHERE content_id IN (SELECT content_id FROM parts WHERE session_hash = ?)",
-                [session_hash],
-            )
-            cursor.execute("DELETE FROM parts WHERE session_hash = ?", [session_hash])
-        return len(ids)
+        with self.writing() as cursor:
+            removed = remove_session(cursor, session_hash)
+            record(cursor, actor, "session.delete", session_hash, {"removed": removed})
+        return removed
 
     def model(self, fingerprint: str) -> ModelShape | None:
         """The stored shape of a model."""
@@ -215,9 +230,10 @@ def _difference(stored: ModelShape, sent: ModelShape) -> tuple[str, str, str] | 
 
 
 def _fresh_sessions(cursor: duckdb.DuckDBPyConnection, upload: HistogramUpload) -> dict[str, SessionHistogram]:
-    """Histograms by content id that are neither stored nor of a deleted session."""
+    """Histograms by content id that are neither stored nor removed by age nor of a deleted session."""
     sessions = {session.content_id(upload.model.fingerprint): session for session in upload.sessions}
     known = _column(cursor, "SELECT content_id FROM parts JOIN wanted ON content_id = id", list(sessions))
+    known |= _column(cursor, "SELECT content_id FROM expired_parts JOIN wanted ON content_id = id", list(sessions))
     hashes = [session.session_hash for session in sessions.values()]
     deleted = _column(cursor, "SELECT session_hash FROM deleted_sessions JOIN wanted ON session_hash = id", hashes)
     return {
