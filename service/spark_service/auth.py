@@ -37,7 +37,7 @@ class _Client:
 
     actor: str
     key: str
-    scope: tokens.Scope
+    grant: tokens.Grant
 
 
 class Gate:
@@ -78,8 +78,8 @@ class Gate:
         if wait_ns:
             return _slow_down(wait_ns, "reads" if reads else "writes")
         needed = needed_scope(scope["method"], scope["path"])
-        if needed is not None and client.scope not in (needed, "admin"):
-            return _forbidden(client.scope, needed)
+        if needed is not None and not tokens.holds(client.grant, needed):
+            return _forbidden(client.grant, needed)
         scope.setdefault("state", {})["actor"] = client.actor
         return None
 
@@ -140,7 +140,7 @@ def _unauthorized() -> Response:
     )
 
 
-def _forbidden(found: tokens.Scope, needed: tokens.Scope) -> Response:
+def _forbidden(found: tokens.Grant, needed: tokens.Scope) -> Response:
     return problem_response(
         403,
         "wrong_scope",

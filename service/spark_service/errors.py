@@ -58,6 +58,9 @@ class UsageError(SparkServiceError):
 
     exit_code = 2
 
+    def __init__(self, message: str, hint: str | None = "--help describes every option") -> None:
+        super().__init__(message, hint)
+
 
 class RefusedError(SparkServiceError):
     """Refused for safety."""

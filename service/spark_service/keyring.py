@@ -11,6 +11,7 @@ from spark_service.db.audit import record
 from spark_service.db.store import Store
 from spark_service.db.tokens import all_tokens, insert_token, set_last_used, update_token
 from spark_service.errors import RequestError
+from spark_service.ingest import excerpt
 from spark_service.tokens import Token, TokenRequest, TokenRotation, digest, new_id, new_secret, split_token
 
 __all__ = ["Keyring"]
@@ -157,9 +158,9 @@ class Keyring:
             raise RequestError(
                 404,
                 "unknown_token",
-                f"token: found no {token_id}, expected the id of one of this service",
+                f"token: found no {excerpt(token_id)}, expected the id of one of this service",
                 field="path.token_id",
-                found=token_id,
+                found=excerpt(token_id),
                 hint="spark-service token list shows the ids",
             )
         return token

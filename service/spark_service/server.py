@@ -16,6 +16,7 @@ from spark_service.errors import AddressError
 from spark_service.housekeeping import Housekeeping
 from spark_service.inflate import BodyLimits
 from spark_service.keyring import Keyring
+from spark_service.local_only import LocalOnly
 from spark_service.settings import Settings
 
 __all__ = ["bind", "serve"]
@@ -69,6 +70,8 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
                 limits=limits,
                 rates=settings.rates,
             )
+            if settings.open_access:
+                app.add_middleware(LocalOnly)
             server = uvicorn.Server(
                 uvicorn.Config(
                     app,

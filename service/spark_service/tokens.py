@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import re
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date, datetime
 from typing import Annotated, Any, Literal, get_args
@@ -20,7 +21,7 @@ __all__ = [
     "DEFAULT_EXPIRY_DAYS",
     "MAX_EXPIRY_DAYS",
     "MAX_GRACE_SECONDS",
-    "SCOPES",
+    "Grant",
     "NewToken",
     "Scope",
     "Token",
@@ -31,6 +32,8 @@ __all__ = [
     "TokenRequest",
     "TokenRotation",
     "digest",
+    "grant_of",
+    "holds",
     "join_token",
     "new_id",
     "new_secret",
@@ -41,7 +44,8 @@ Scope = Literal["upload", "read", "admin"]
 """``upload`` sends what agents report, ``read`` gets, ``admin`` may do everything. The first two hold nothing of each
 other.
 """
-SCOPES: tuple[Scope, ...] = get_args(Scope)
+Grant = Literal["upload", "read", "upload read", "admin"]
+"""What a token has: scopes separated by spaces, as OAuth writes them. A machine that uploads and pulls needs two."""
 TokenId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{12}$")]
 TokenName = Annotated[str, StringConstraints(max_length=64, pattern=r"^(?:[!-~](?:[ -~]*[!-~])?)?$")]
 """A label of visible ASCII, possibly empty."""
@@ -50,6 +54,7 @@ DEFAULT_EXPIRY_DAYS = 365
 MAX_EXPIRY_DAYS = 3650
 MAX_GRACE_SECONDS = 30 * 24 * 3600
 
+_GRANTS: tuple[Grant, ...] = get_args(Grant)
 _SECRET_BYTES = 32
 _FORM = re.compile(r"spark_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
 _ExpiryDays = Annotated[int, Field(ge=1, le=MAX_EXPIRY_DAYS, strict=True)]
@@ -61,7 +66,7 @@ class Token:
 
     token_id: str
     name: str
-    scope: Scope
+    scope: Grant
     secret_sha256: bytes
     created_at: datetime
     expires_at: datetime | None = None
@@ -88,7 +93,7 @@ class TokenInfo(BaseModel):
 
     id: TokenId
     name: TokenName
-    scope: Scope
+    scope: Grant
     created_at: datetime
     expires_at: datetime | None
     """Null: never."""
@@ -126,7 +131,7 @@ class TokenRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    scope: Scope
+    scope: Grant
     name: TokenName = ""
     expires_days: _ExpiryDays | None = DEFAULT_EXPIRY_DAYS
     """Days until it expires; null: never."""
@@ -146,6 +151,17 @@ class TokenRotation(BaseModel):
 def _told(token: Token) -> dict[str, Any]:
     told = {name: getattr(token, name) for name in TokenInfo.model_fields if name != "id"}
     return {"id": token.token_id, **told}
+
+
+def holds(grant: Grant, needed: Scope) -> bool:
+    """Whether a token with this grant may do what needs a scope."""
+    return grant == "admin" or needed in grant.split()
+
+
+def grant_of(scopes: Iterable[str]) -> Grant | None:
+    """The grant of some scopes, or None where there is none: unknown words, or admin beside what it holds anyway."""
+    wanted = set(scopes)
+    return next((grant for grant in _GRANTS if set(grant.split()) == wanted), None)
 
 
 def new_id() -> str:

@@ -125,7 +125,11 @@ def test_a_second_owner_and_a_taken_port_are_refused(start: Start, tmp_path: Pat
     assert f"hint: stop process {process.pid}" in second.stderr
     port = url.rsplit(":", 1)[1]
     third = subprocess.run(
-        [*command, str(tmp_path / "other"), "--open", "-p", port], capture_output=True, text=True, check=False, timeout=60
+        [*command, str(tmp_path / "other"), "--open", "-p", port],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
     assert (third.returncode, third.stdout) == (1, "")
     assert f"error: cannot listen on 127.0.0.1 port {port}: Address already in use" in third.stderr

@@ -15,11 +15,11 @@ from spark_service.tokens import (
     MAX_EXPIRY_DAYS,
     MAX_GRACE_SECONDS,
     NewToken,
-    Scope,
     TokenInfo,
     TokenList,
     TokenRequest,
     TokenRotation,
+    grant_of,
 )
 
 if TYPE_CHECKING:
@@ -34,7 +34,13 @@ _Id = Annotated[str, typer.Argument(metavar="ID", help="The token's id, the part
 
 @app.command("create")
 def create_command(
-    scope: Annotated[Scope, typer.Option(help="upload: send. read: get profiles and manifests. admin: all.")],
+    scope: Annotated[
+        list[str],
+        typer.Option(
+            metavar="upload|read|admin",
+            help="upload: send histograms; read: get profiles and manifests; admin: all. Give it twice for both.",
+        ),
+    ],
     name: Annotated[str, typer.Option(metavar="NAME", help="A label, such as the machine or the person.")] = "",
     expires: Annotated[
         str, typer.Option(metavar="DAYS|never", help=f"Days until it expires, at most {MAX_EXPIRY_DAYS}.")
@@ -45,8 +51,13 @@ def create_command(
 ) -> None:
     """Make a token and print it, this once; only a hash of its secret is kept."""
     days = _expiry(expires)
+    grant = grant_of(scope)
+    if grant is None:
+        raise UsageError(
+            f"--scope: found {' and '.join(scope)[:80]}, expected upload, read, upload and read, or admin alone"
+        )
     try:
-        request = TokenRequest(scope=scope, name=name, expires_days=None if days == "never" else days)
+        request = TokenRequest(scope=grant, name=name, expires_days=None if days == "never" else days)
     except ValidationError as error:
         raise UsageError(
             f"--name: found {name[:80]!r}, expected at most 64 visible ASCII characters, no space at either end"

@@ -3,7 +3,7 @@
 CREATE TABLE tokens (
     token_id VARCHAR PRIMARY KEY,
     name VARCHAR NOT NULL,
-    scope VARCHAR NOT NULL CHECK (scope IN ('upload', 'read', 'admin')),
+    scope VARCHAR NOT NULL CHECK (scope IN ('upload', 'read', 'upload read', 'admin')),
     secret_sha256 BLOB NOT NULL,
     created_at TIMESTAMP NOT NULL,
     expires_at TIMESTAMP,
