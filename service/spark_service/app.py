@@ -20,7 +20,7 @@ from spark_schemas.manifest import PlacementManifest
 from spark_schemas.profile import Profile
 from spark_service import problems, version
 from spark_service.admin import REQUEST_BODIES, add_admin
-from spark_service.auth import Gate, actor_of
+from spark_service.auth import Gate, actor_of, add_security
 from spark_service.catalog import Catalog
 from spark_service.conditional import conditional_json
 from spark_service.db.migrate import available
@@ -231,6 +231,7 @@ def _describe_bodies(app: FastAPI) -> None:
                 ref_template="#/components/schemas/{model}",
             )
             schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+            add_security(schema)
             app.openapi_schema = schema
         return app.openapi_schema
 

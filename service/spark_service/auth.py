@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -17,13 +18,15 @@ from spark_service.keyring import Keyring
 from spark_service.problems import problem_response
 from spark_service.rate_limit import RateLimiter, Rates, retry_after_seconds
 
-__all__ = ["ENVIRONMENT_ACTOR", "OPEN_ACTOR", "UPLOAD_PATHS", "Gate", "actor_of", "needed_scope"]
+__all__ = ["ENVIRONMENT_ACTOR", "OPEN_ACTOR", "UPLOAD_PATHS", "Gate", "actor_of", "add_security", "needed_scope"]
 
 ENVIRONMENT_ACTOR = "environment"
 OPEN_ACTOR = "open"
 
 UPLOAD_PATHS = frozenset({f"{API_PREFIX}/histograms"})
 """What agents post; any other change is an administrator's."""
+_FREE = "/healthz"
+"""What needs no token: whether the process lives."""
 _ADMIN = f"{API_PREFIX}/admin"
 _UNSCOPED = frozenset({"/readyz", "/version", "/api/openapi.json"})
 """What every holder of a token may get: it says nothing about anybody's sessions."""
@@ -61,7 +64,7 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through or answer it."""
-        if scope["type"] == "http" and scope["path"] != "/healthz":
+        if scope["type"] == "http" and scope["path"] != _FREE:
             response = self._answer(scope)
             if response is not None:
                 await response(scope, receive, send)
@@ -114,6 +117,22 @@ def needed_scope(method: str, path: str) -> tokens.Scope | None:
     if method in ("GET", "HEAD"):
         return "read"
     return "upload" if method == "POST" and path in UPLOAD_PATHS else "admin"
+
+
+def add_security(schema: dict[str, Any]) -> None:
+    """Say in an OpenAPI document which operations need a token, and of which scope."""
+    schema["components"]["securitySchemes"] = {
+        "token": {
+            "type": "http",
+            "scheme": "bearer",
+            "bearerFormat": "spark_<id>_<secret>",
+            "description": "Scopes: upload, read, and admin, which holds all. A service run with --open asks for none.",
+        }
+    }
+    for path, operations in schema["paths"].items():
+        for method, operation in operations.items():
+            needed = needed_scope(method.upper(), path)
+            operation["security"] = [] if path == _FREE else [{"token": [] if needed is None else [needed]}]
 
 
 def _address(scope: Scope) -> str:

@@ -63,7 +63,8 @@ def run(
     ] = None,
     data_dir: _DataDir = None,
     open_access: Annotated[
-        bool, typer.Option("--open", help="Let everybody on this machine do everything, without a token.")
+        bool,
+        typer.Option("--open", help="Ask for no token: all on this machine may do everything. Loopback only."),
     ] = False,
     as_json: _Json = False,
 ) -> None:

@@ -89,6 +89,22 @@ def test_the_life_sign_alone_is_free(guarded: TestClient) -> None:
         problem(guarded.get(path), 401, "unauthorized")
 
 
+def test_the_openapi_document_says_what_needs_which_scope(guarded: TestClient) -> None:
+    schema = guarded.get("/api/openapi.json", headers=bearer(SHARED)).json()
+    [(name, scheme)] = schema["components"]["securitySchemes"].items()
+    assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")
+    told = {
+        (method.upper(), path): operation["security"]
+        for path, operations in schema["paths"].items()
+        for method, operation in operations.items()
+    }
+    assert told["GET", "/healthz"] == []
+    assert told["GET", "/version"] == [{name: []}]
+    assert told["POST", "/api/v1/histograms"] == [{name: ["upload"]}]
+    assert told["GET", "/api/v1/profiles"] == [{name: ["read"]}]
+    assert told["DELETE", "/api/v1/sessions/{session_hash}"] == [{name: ["admin"]}]
+
+
 def test_outsiders_cannot_tell_tokens_apart(guarded: TestClient, keyring: Keyring) -> None:
     revoked_id, revoked = make(keyring, "admin")
     keyring.revoke(revoked_id, "cli")
