@@ -73,26 +73,36 @@ def test_an_answer(peer: Peer) -> None:
     ],
 )
 def test_answers_that_are_none(peer: Peer, status: int, body: bytes, headers: dict[str, str], words: str) -> None:
-    with peer(status, body, **headers) as (url, _), AdminClient(url) as client:
-        with pytest.raises(ServiceCallError) as caught:
-            client.get("/tokens", TokenList)
+    with (
+        peer(status, body, **headers) as (url, _),
+        AdminClient(url) as client,
+        pytest.raises(ServiceCallError) as caught,
+    ):
+        client.get("/tokens", TokenList)
     assert words in caught.value.message
     assert len(caught.value.message) < 1000
     assert TOKEN not in caught.value.message
 
 
 def test_the_token_follows_no_redirect(peer: Peer) -> None:
-    with peer(200, b'{"tokens": []}') as (elsewhere, seen), peer(307, b"", Location=elsewhere) as (url, _):
-        with AdminClient(url) as client, pytest.raises(ServiceCallError, match="status 307"):
-            client.get("/tokens", TokenList)
+    with (
+        peer(200, b'{"tokens": []}') as (elsewhere, seen),
+        peer(307, b"", Location=elsewhere) as (url, _),
+        AdminClient(url) as client,
+        pytest.raises(ServiceCallError, match="status 307"),
+    ):
+        client.get("/tokens", TokenList)
     assert seen == []
 
 
 def test_an_endless_answer_is_left(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spark_service.admin_client.MAX_ANSWER_BYTES", 10_000)
-    with peer(200, b" " * 20_000) as (url, _), AdminClient(url) as client:
-        with pytest.raises(ServiceCallError, match="more than 10000 bytes"):
-            client.get("/tokens", TokenList)
+    with (
+        peer(200, b" " * 20_000) as (url, _),
+        AdminClient(url) as client,
+        pytest.raises(ServiceCallError, match="more than 10000 bytes"),
+    ):
+        client.get("/tokens", TokenList)
 
 
 def test_nobody_there(peer: Peer) -> None:
