@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta, timezone
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spark_service.db.audit import entries_after, record
+from spark_schemas.api import UploadReceipt
+from spark_service.db.audit import entries_after, record, record_uploads
 from spark_service.db.moments import from_utc, to_utc
 from spark_service.db.store import Store
 
@@ -23,6 +25,27 @@ def test_an_entry_comes_back_as_it_was(store: Store) -> None:
     assert entry.recorded_at.microsecond == 0
 
 
+def test_one_commits_uploads_are_summed_by_actor_and_model(store: Store) -> None:
+    stored = [
+        ("a", "mf1-1", UploadReceipt(accepted=2, duplicates=1)),
+        ("b", "mf1-1", UploadReceipt(accepted=1, duplicates=0)),
+        ("a", "mf1-1", UploadReceipt(accepted=0, duplicates=4)),
+        ("a", "mf1-2", UploadReceipt(accepted=0, duplicates=0)),
+    ]
+    with store.writing() as cursor:
+        record_uploads(cursor, stored)
+        record_uploads(cursor, [])
+    with store.reading() as cursor:
+        entries = entries_after(cursor, 0, 10).entries
+    assert {entry.action for entry in entries} == {"upload.accept"}
+    counted = [[entry.detail[key] for key in ("uploads", "accepted", "duplicates")] for entry in entries]
+    assert [(entry.actor, entry.object, *counts) for entry, counts in zip(entries, counted, strict=True)] == [
+        ("a", "mf1-1", 2, 2, 5),
+        ("b", "mf1-1", 1, 1, 0),
+        ("a", "mf1-2", 1, 0, 0),
+    ]
+
+
 def test_what_is_rolled_back_is_not_recorded(store: Store) -> None:
     def fail() -> None:
         with store.writing() as cursor:
@@ -37,10 +60,8 @@ def test_what_is_rolled_back_is_not_recorded(store: Store) -> None:
         assert [entry.object for entry in entries_after(cursor, 0, 10).entries] == ["y"]
 
 
-def test_numbers_ascend_over_restarts(tmp_path: object) -> None:
-    from pathlib import Path
-
-    path = Path(str(tmp_path)) / "a.duckdb"
+def test_numbers_ascend_over_restarts(tmp_path: Path) -> None:
+    path = tmp_path / "a.duckdb"
     for number in range(3):
         store = Store.open(path, threads=1)
         with store.writing() as cursor:

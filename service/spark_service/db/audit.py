@@ -8,15 +8,17 @@ a secret, and those of uploads hold counts only.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 
 import duckdb
 from pydantic import BaseModel
 
+from spark_schemas.api import UploadReceipt
 from spark_service.db.moments import from_utc, to_utc
 
-__all__ = ["AuditEntry", "AuditPage", "entries_after", "record"]
+__all__ = ["AuditEntry", "AuditPage", "entries_after", "record", "record_uploads"]
 
 
 class AuditEntry(BaseModel):
@@ -52,6 +54,16 @@ def record(
         "INSERT INTO audit_log (recorded_at, actor, action, object, detail_json) VALUES (?, ?, ?, ?, ?)",
         [from_utc(datetime.now(UTC)), actor, action, object, json.dumps(dict(detail), sort_keys=True)],
     )
+
+
+def record_uploads(cursor: duckdb.DuckDBPyConnection, stored: Iterable[tuple[str, str, UploadReceipt]]) -> None:
+    """Add what one commit stored, as (actor, fingerprint, receipt): an entry for each actor and model, counts only."""
+    totals: dict[tuple[str, str], Counter[str]] = {}
+    for actor, fingerprint, receipt in stored:
+        counts = totals.setdefault((actor, fingerprint), Counter())
+        counts.update(uploads=1, accepted=receipt.accepted, duplicates=receipt.duplicates)
+    for (actor, fingerprint), counts in totals.items():
+        record(cursor, actor, "upload.accept", fingerprint, counts)
 
 
 def entries_after(cursor: duckdb.DuckDBPyConnection, after: int, limit: int) -> AuditPage:

@@ -16,7 +16,7 @@ from spark_schemas.api import UploadReceipt
 from spark_schemas.histogram import HistogramUpload, SessionHistogram
 from spark_schemas.ids import Phase
 from spark_schemas.model import ExpertLayer, ModelShape
-from spark_service.db.audit import record
+from spark_service.db.audit import record, record_uploads
 from spark_service.db.connection import Database
 from spark_service.db.migrate import migrate, pending
 from spark_service.db.removal import remove_session
@@ -111,8 +111,7 @@ class Store:
                 "INSERT INTO uploads VALUES (?, ?, ?, ?)",
                 [idempotency_key, body_sha256, receipt.accepted, receipt.duplicates],
             )
-            counts = {"uploads": 1, "accepted": receipt.accepted, "duplicates": receipt.duplicates}
-            record(cursor, actor, "upload.accept", upload.model.fingerprint, counts)
+            record_uploads(cursor, [(actor, upload.model.fingerprint, receipt)])
         return receipt
 
     def delete_session(self, session_hash: str, actor: str = "cli") -> int:
