@@ -221,21 +221,21 @@ def test_nobody_undoes_a_revocation_by_rotating_at_the_same_time(
     writing = store.writing
 
     with ThreadPoolExecutor(1) as pool:
-        futures = []
+        revocations = []
 
         @contextmanager
         def interrupted() -> Iterator[duckdb.DuckDBPyConnection]:
-            if not futures:
-                # A revocation arrives when the rotation has read the token and has not stored it.
-                futures.append(pool.submit(keyring.revoke, token.token_id, "other"))
-                # It must not get in between; if it does, it is done by the end of this.
-                wait(futures, timeout=0.3)
+            # A revocation arrives when the rotation has read the token and has not stored it.
+            monkeypatch.setattr(store, "writing", writing)
+            revocations.append(pool.submit(keyring.revoke, token.token_id, "other"))
+            # It must not get in between; if it can, it is done by the end of this.
+            wait(revocations, timeout=0.3)
             with writing() as cursor:
                 yield cursor
 
         monkeypatch.setattr(store, "writing", interrupted)
         keyring.rotate(token.token_id, TokenRotation(grace_seconds=60), "cli")
-        futures[0].result(30)
+        revocations[0].result(30)
     for ring in (keyring, Keyring(store, clock)):
         [kept] = ring.tokens()
         assert kept.revoked_at is not None
