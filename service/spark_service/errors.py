@@ -2,7 +2,9 @@
 
 SparkServiceError                  a message for people, a hint, an exit code
 ├── EnvironmentVariableError       a SPARKMOE_* variable holds a value that cannot be used
+├── UsageError                     an option holds a value that cannot be used (exit code 2)
 ├── RefusedError                   refused for safety (exit code 3)
+├── ServiceCallError               a running service, asked by a command, refused or did not answer
 ├── DataDirError                   the data folder cannot be created or written
 ├── AddressError                   the address cannot be listened on
 ├── ExecutorError                  the cluster that builds profiles cannot be used
@@ -30,9 +32,11 @@ __all__ = [
     "MigrationError",
     "RefusedError",
     "RequestError",
+    "ServiceCallError",
     "SparkServiceError",
     "StorageError",
     "StorageFullError",
+    "UsageError",
 ]
 
 
@@ -51,10 +55,23 @@ class EnvironmentVariableError(SparkServiceError):
     """A ``SPARKMOE_*`` variable holds a value that cannot be used."""
 
 
+class UsageError(SparkServiceError):
+    """An option holds a value that cannot be used."""
+
+    exit_code = 2
+
+    def __init__(self, message: str, hint: str | None = "--help describes every option") -> None:
+        super().__init__(message, hint)
+
+
 class RefusedError(SparkServiceError):
     """Refused for safety."""
 
     exit_code = 3
+
+
+class ServiceCallError(SparkServiceError):
+    """A running service, asked by a command, refused or did not answer."""
 
 
 class DataDirError(SparkServiceError):

@@ -63,7 +63,7 @@ class Tallies:
 
     def held_out(self, key: TallyKey, number: int) -> Iterator[Sessions]:
         """The held-out sessions of all parts up to a number, batch by batch."""
-        with self._store.reading() as cursor:
+        with self._store.snapshot() as cursor:
             repeated = repeated_sessions(cursor, key, number)
             for batch in whole_sessions(read_rows(cursor, key, number, held_out_only=True), repeated):
                 yield batch.where(batch.held_out)
@@ -76,7 +76,7 @@ class Tallies:
         if known is not None and known.deletions != deletions:
             known = None  # the database has what was taken away
         changed: dict[TallyKey, Counted] = {}
-        with self._store.reading() as cursor:
+        with self._store.snapshot() as cursor:
             number = newest_number(cursor)
             if known is not None and known.number == number:
                 return known

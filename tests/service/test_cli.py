@@ -62,11 +62,13 @@ def test_a_data_dir_that_is_a_file(
 ) -> None:
     file = tmp_path / "file"
     file.touch()
-    assert run("run", "-p", "0", "--data-dir", str(file), monkeypatch=monkeypatch) == 1
+    assert run("run", "--open", "-p", "0", "--data-dir", str(file), monkeypatch=monkeypatch) == 1
     assert capsys.readouterr().err.startswith(f"error: data folder {file}: ")
 
 
-@pytest.mark.parametrize("command", [["run", "-p", "0"], ["migrate"]])
+@pytest.mark.parametrize(
+    "command", [["run", "--open", "-p", "0"], ["run", "-p", "0"], ["migrate"], ["token", "list"], ["audit"]]
+)
 def test_a_foreign_database(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

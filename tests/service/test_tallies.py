@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from spark_service import tallies as module
 from spark_service.db.store import Store
 from spark_service.db.tallies import TallyKey
 from spark_service.executors import LocalExecutor
+from spark_service.retention import apply_retention
 from spark_service.session_stream import whole_sessions
 from spark_service.sessions import Rows, merge_rows
 from spark_service.tallies import Tallies
@@ -19,7 +21,7 @@ from spark_service.tally import tally_of
 
 
 def anew(store: Store, shape: Any) -> dict[str, bytes]:
-    with store._writing, store._database.transaction() as cursor:
+    with store.writing() as cursor:
         cursor.execute("DELETE FROM tallies")
     return now(Tallies(store, LocalExecutor(2)), shape)
 
@@ -80,7 +82,7 @@ def test_a_damaged_tally_is_counted_anew(store: Store, make: Any) -> None:
     shape = make.shape()
     store.add_upload(make.upload(shape, make.sessions(shape, 2, 1)), "1", "1")
     first = now(Tallies(store, LocalExecutor(1)), shape)
-    with store._writing, store._database.transaction() as cursor:
+    with store.writing() as cursor:
         cursor.execute("UPDATE tallies SET tally = 'nothing of the kind'::BLOB")
     assert now(Tallies(store, LocalExecutor(1)), shape) == first
 
@@ -127,3 +129,25 @@ def test_sessions_come_whole_however_their_rows_are_spread(
         total += tally_of((3, 2), batch)
     assert total.to_bytes() == tally_of((3, 2), merge_rows(rows)).to_bytes()
     assert all(batch.reuse is not None for batch in found)
+
+
+def test_a_day_that_leaves_is_taken_away(store: Store, make: Any) -> None:
+    """Whole sessions, and parts of sessions that stay."""
+    shape, old = make.shape(), date(2026, 1, 2)
+    first = make.sessions(shape, 4, 2) + make.sessions(shape, 2, 1, workload="chat")
+    store.add_upload(make.upload(shape, first), "1", "1")
+    with store.writing() as cursor:
+        cursor.execute("UPDATE parts SET received_day = ?", [old])
+    later = [make.session(shape, make.hash(n, side), seed=9) for n in range(2) for side in ("calibration", "held_out")]
+    store.add_upload(make.upload(shape, later), "2", "2")
+    tallies = Tallies(store, LocalExecutor(1))
+    now(tallies, shape)
+    # Not counted yet.
+    store.add_upload(make.upload(shape, [make.session(shape, make.hash(7), seed=3)]), "3", "3")
+    assert apply_retention(store, 30, date(2026, 6, 1), "cli") == {old: 9}
+    counted = tallies.of(shape, "decode")
+    assert counted["code"].tally.votes("calibration").n_sessions == 3
+    assert counted["code"].tally.votes("held_out").n_sessions == 2
+    found = now(tallies, shape)
+    assert found["code"] == anew(store, shape)["code"]
+    assert "chat" not in found

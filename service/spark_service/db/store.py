@@ -16,10 +16,12 @@ from spark_schemas.api import UploadReceipt
 from spark_schemas.histogram import HistogramUpload, SessionHistogram
 from spark_schemas.ids import Phase
 from spark_schemas.model import ExpertLayer, ModelShape
+from spark_service.db.audit import record, record_uploads
 from spark_service.db.connection import Database
 from spark_service.db.migrate import migrate, pending
+from spark_service.db.removal import remove_session
 from spark_service.db.rows import histograms_table, parts_from_table, parts_table
-from spark_service.db.tallies import Counted, TallyKey, forget_session, save_tally
+from spark_service.db.tallies import Counted, TallyKey, save_tally
 from spark_service.errors import RequestError, StorageError
 from spark_service.sessions import SessionPart
 
@@ -63,6 +65,18 @@ class Store:
         with self._writing:
             self._database.close()
 
+    @contextmanager
+    def writing(self) -> Iterator[duckdb.DuckDBPyConnection]:
+        """Give the one writer's cursor inside a transaction. Raises :class:`StorageError`."""
+        with self._writing, self._database.transaction() as cursor:
+            yield cursor
+
+    @contextmanager
+    def reading(self) -> Iterator[duckdb.DuckDBPyConnection]:
+        """Give a cursor for reading. Raises :class:`StorageError`."""
+        with self._database.cursor() as cursor:
+            yield cursor
+
     def require_ready(self) -> None:
         """Raise :class:`StorageError` or :class:`MigrationError` unless the database answers and is migrated."""
         missing = pending(self._database)
@@ -70,12 +84,15 @@ class Store:
             names = ", ".join(f"{migration.version:04d}_{migration.name}" for migration in missing)
             raise StorageError(f"migrations missing: {names}", "run spark-service migrate")
 
-    def add_upload(self, upload: HistogramUpload, idempotency_key: str, body_sha256: str) -> UploadReceipt:
+    def add_upload(
+        self, upload: HistogramUpload, idempotency_key: str, body_sha256: str, actor: str = "cli"
+    ) -> UploadReceipt:
         """Store an upload in one transaction and return its receipt once that is committed.
 
-        The same key and body give the first receipt again. Histograms already stored, and those of deleted sessions,
-        count as duplicates. Raises :class:`RequestError` for a key used with another body and for a model that
-        contradicts the stored one; :class:`StorageError` when nothing could be stored.
+        The same key and body give the first receipt again. Histograms already stored, those removed by age and those
+        of deleted sessions count as duplicates. ``actor`` is who the audit log names. Raises :class:`RequestError` for
+        a key used with another body and for a model that contradicts the stored one; :class:`StorageError` when nothing
+        could be stored.
         """
         with self._writing, self._database.transaction() as cursor:
             # Always fetchall: a result that is not read to its end blocks the cursor.
@@ -96,40 +113,39 @@ class Store:
                 "INSERT INTO uploads VALUES (?, ?, ?, ?)",
                 [idempotency_key, body_sha256, receipt.accepted, receipt.duplicates],
             )
+            record_uploads(cursor, [(actor, upload.model.fingerprint, receipt)])
         return receipt
 
-    def delete_session(self, session_hash: str) -> int:
+    def delete_session(self, session_hash: str, actor: str = "cli") -> int:
         """Remove every part of a session, for all models and workloads, and keep it from coming back.
 
-        Return the number of parts removed.
+        Return the number of parts removed. ``actor`` is who the audit log names.
         """
-        with self._writing, self._database.transaction() as cursor:
-            forget_session(cursor, session_hash)
-            cursor.execute("INSERT INTO deleted_sessions VALUES (?) ON CONFLICT DO NOTHING", [session_hash])
-            ids = cursor.execute("SELECT content_id FROM parts WHERE session_hash = ?", [session_hash]).fetchall()
-            cursor.execute(
-                "DELETE FROM histograms WHERE content_id IN (SELECT content_id FROM parts WHERE session_hash = ?)",
-                [session_hash],
-            )
-            cursor.execute("DELETE FROM parts WHERE session_hash = ?", [session_hash])
-            # Before the commit: whoever reads the number after it must not find the old one.
-            self._deletions += 1 if ids else 0
-        return len(ids)
+        with self.writing() as cursor:
+            removed = remove_session(cursor, session_hash)
+            record(cursor, actor, "session.delete", session_hash, {"removed": removed})
+            self.count_removal(removed)
+        return removed
 
     @property
     def deletions(self) -> int:
         """Deletions so far: what was read before one may be gone."""
         return self._deletions
 
+    def count_removal(self, removed: int) -> None:
+        """Make :attr:`deletions` say that parts are going, inside the transaction that removes them."""
+        # Before the commit: whoever reads the number after it must not find the old one.
+        self._deletions += 1 if removed else 0
+
     @contextmanager
-    def reading(self) -> Iterator[duckdb.DuckDBPyConnection]:
+    def snapshot(self) -> Iterator[duckdb.DuckDBPyConnection]:
         """Give a cursor that sees the database as it is now, whatever is written meanwhile."""
         with self._database.transaction() as cursor:
             yield cursor
 
     def keep_tally(self, key: TallyKey, counted: Counted, deletions: int) -> bool:
         """Store a tally, unless a session was deleted since the number of :attr:`deletions` was ``deletions``."""
-        with self._writing, self._database.transaction() as cursor:
+        with self.writing() as cursor:
             if self._deletions != deletions:
                 return False
             save_tally(cursor, key, counted)
@@ -240,9 +256,10 @@ def _difference(stored: ModelShape, sent: ModelShape) -> tuple[str, str, str] | 
 
 
 def _fresh_sessions(cursor: duckdb.DuckDBPyConnection, upload: HistogramUpload) -> dict[str, SessionHistogram]:
-    """Histograms by content id that are neither stored nor of a deleted session."""
+    """Histograms by content id that are neither stored nor removed by age nor of a deleted session."""
     sessions = {session.content_id(upload.model.fingerprint): session for session in upload.sessions}
     known = _column(cursor, "SELECT content_id FROM parts JOIN wanted ON content_id = id", list(sessions))
+    known |= _column(cursor, "SELECT content_id FROM expired_parts JOIN wanted ON content_id = id", list(sessions))
     hashes = [session.session_hash for session in sessions.values()]
     deleted = _column(cursor, "SELECT session_hash FROM deleted_sessions JOIN wanted ON session_hash = id", hashes)
     return {

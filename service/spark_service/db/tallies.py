@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import date
 from typing import Any, cast
 
 import duckdb
@@ -18,6 +19,7 @@ from spark_service.tally import Tally, tally_of
 __all__ = [
     "Counted",
     "TallyKey",
+    "forget_day",
     "forget_session",
     "load_tally",
     "newest_number",
@@ -28,6 +30,8 @@ __all__ = [
     "sessions_after",
 ]
 
+_AT_ONCE = 256
+_EPOCH = date(1970, 1, 1)
 _OF_SESSIONS = " AND session_hash IN (SELECT session_hash FROM wanted_sessions)"
 _HELD_OUT = " AND split = 'held_out'"
 _UP_TO = " AND number <= $number"
@@ -85,19 +89,44 @@ def save_tally(cursor: duckdb.DuckDBPyConnection, key: TallyKey, counted: Counte
 
 def forget_session(cursor: duckdb.DuckDBPyConnection, session_hash: str) -> None:
     """Take a session out of every tally that counts it; before its rows are deleted, in the same transaction."""
-    keys = cursor.execute(
-        "SELECT DISTINCT fingerprint, workload, phase FROM parts JOIN tallies USING (fingerprint, workload) "
-        "WHERE session_hash = ?",
-        [session_hash],
+    for key in _keys_of(cursor, "session_hash", session_hash):
+        _forget(cursor, key, [session_hash], None)
+
+
+def forget_day(cursor: duckdb.DuckDBPyConnection, day: date) -> None:
+    """Take what was received on a day out of every tally that counts it, as :func:`forget_session` does."""
+    for key in _keys_of(cursor, "received_day", day):
+        hashes = cursor.execute(
+            "SELECT DISTINCT session_hash FROM parts WHERE received_day = ? AND fingerprint = ? AND workload = ?",
+            [day, key.fingerprint, key.workload],
+        ).fetchall()
+        names = [found[0] for found in hashes]
+        for start in range(0, len(names), _AT_ONCE):
+            _forget(cursor, key, names[start : start + _AT_ONCE], (day - _EPOCH).days)
+
+
+def _keys_of(cursor: duckdb.DuckDBPyConnection, column: str, value: str | date) -> list[TallyKey]:
+    # The column's name is this module's own.
+    found = cursor.execute(
+        "SELECT DISTINCT fingerprint, workload, phase FROM parts JOIN tallies USING (fingerprint, workload) "  # noqa: S608
+        f"WHERE {column} = ?",
+        [value],
     ).fetchall()
-    for key in (TallyKey(*found) for found in keys):
-        counted = load_tally(cursor, key)
-        if counted is None:
-            continue
-        old = _up_to(rows_of_sessions(cursor, key, [session_hash]), counted.number)
-        if old is not None:
-            tally = counted.tally - tally_of(counted.tally.n_experts, merge_rows(old))
-            save_tally(cursor, key, Counted(tally, counted.number))
+    return [TallyKey(*row) for row in found]
+
+
+def _forget(cursor: duckdb.DuckDBPyConnection, key: TallyKey, hashes: Sequence[str], day: int | None) -> None:
+    """Sessions without the rows of a day, or without any, in the place of what was counted of them."""
+    counted = load_tally(cursor, key)
+    found = _up_to(rows_of_sessions(cursor, key, hashes), counted.number) if counted is not None else None
+    if counted is None or found is None:
+        return
+    n_experts = counted.tally.n_experts
+    tally = counted.tally - tally_of(n_experts, merge_rows(found))
+    left = np.flatnonzero(found.days != day) if day is not None else np.zeros(0, dtype=np.intp)
+    if len(left):
+        tally += tally_of(n_experts, merge_rows(found.take(left)))
+    save_tally(cursor, key, Counted(tally, counted.number))
 
 
 def newest_number(cursor: duckdb.DuckDBPyConnection) -> int:
