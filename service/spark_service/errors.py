@@ -12,6 +12,7 @@ SparkServiceError                  a message for people, a hint, an exit code
 ├── StorageError                   the open database refused an operation (HTTP 503)
 │   └── StorageFullError           no room left for it (HTTP 507)
 └── RequestError                   what a client sent or asked for is wrong (HTTP 4xx, with a stable code)
+    └── OverloadedError            nothing is wrong with it, but too much else waits (HTTP 503)
 
 A message says what failed, what was found and what was expected; the hint says what to do.
 """
@@ -26,6 +27,7 @@ __all__ = [
     "DatabaseLockedError",
     "EnvironmentVariableError",
     "MigrationError",
+    "OverloadedError",
     "RefusedError",
     "RequestError",
     "SparkServiceError",
@@ -112,3 +114,7 @@ class RequestError(SparkServiceError):
         self.found = found
         self.expected = expected
         self.headers = headers
+
+
+class OverloadedError(RequestError):
+    """Nothing is wrong with a request, but too much else waits: it was not kept, and may be sent again."""

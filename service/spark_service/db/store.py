@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import duckdb
 import pyarrow as pa
 
 from spark_schemas.api import UploadReceipt
-from spark_schemas.histogram import HistogramUpload, SessionHistogram
+from spark_schemas.histogram import HistogramUpload
 from spark_schemas.ids import Phase
-from spark_schemas.model import ExpertLayer, ModelShape
+from spark_schemas.model import ModelShape
+from spark_service.db.batch import Batch, KeyedUpload, Known, StoredReceipt, plan_batch
 from spark_service.db.connection import Database
 from spark_service.db.migrate import migrate, pending
-from spark_service.db.rows import histograms_table, parts_from_table, parts_table
+from spark_service.db.rows import histograms_table, parts_from_table, parts_table, receipts_table, repacked_table
 from spark_service.errors import RequestError, StorageError
+from spark_service.group_commit import GroupCommit
+from spark_service.packed import pack_upload
 from spark_service.sessions import SessionPart
 
 __all__ = ["PartKey", "Store"]
@@ -40,6 +44,7 @@ class Store:
         self._database = database
         # DuckDB would let two writers race and fail one of them; here the second one waits.
         self._writing = threading.Lock()
+        self._group_commit = GroupCommit(self.add_batch)
 
     @classmethod
     def open(cls, path: Path, *, memory: str = "1GB", threads: int = 2) -> Self:
@@ -50,13 +55,15 @@ class Store:
         database = Database(path, memory=memory, threads=threads)
         try:
             migrate(database)
+            _repack(database)
         except BaseException:
             database.close(checkpoint=False)
             raise
         return cls(database)
 
     def close(self) -> None:
-        """Wait for a running write, then checkpoint and close."""
+        """Commit what was submitted, wait for a running write, then checkpoint and close."""
+        self._group_commit.close()
         with self._writing:
             self._database.close()
 
@@ -74,26 +81,28 @@ class Store:
         count as duplicates. Raises :class:`RequestError` for a key used with another body and for a model that
         contradicts the stored one; :class:`StorageError` when nothing could be stored.
         """
+        [outcome] = self.add_batch([KeyedUpload(pack_upload(upload), idempotency_key, body_sha256)])
+        if isinstance(outcome, RequestError):
+            raise outcome
+        return outcome
+
+    def submit_upload(self, upload: KeyedUpload) -> Future[UploadReceipt]:
+        """Queue an upload for the next common commit; the future gets what :meth:`add_upload` returns or raises.
+
+        Raises :class:`OverloadedError` when too much waits already.
+        """
+        return self._group_commit.submit(upload)
+
+    def add_batch(self, uploads: Sequence[KeyedUpload]) -> list[UploadReceipt | RequestError]:
+        """Store uploads in one transaction and return each one's outcome, that of :meth:`add_upload`, in order.
+
+        A refused upload leaves no trace and keeps no other one out. Raises :class:`StorageError` when nothing could be
+        stored.
+        """
         with self._writing, self._database.transaction() as cursor:
-            # Always fetchall: a result that is not read to its end blocks the cursor.
-            earlier = cursor.execute(
-                "SELECT body_sha256, accepted, duplicates FROM uploads WHERE idempotency_key = ?", [idempotency_key]
-            ).fetchall()
-            if earlier:
-                stored_sha256, accepted, duplicates = earlier[0]
-                _require_same_body(stored_sha256, body_sha256)
-                return UploadReceipt(accepted=accepted, duplicates=duplicates)
-            _put_model(cursor, upload.model)
-            fresh = _fresh_sessions(cursor, upload)
-            if fresh:
-                _insert(cursor, "parts", parts_table(fresh, upload.model.fingerprint))
-                _insert(cursor, "histograms", histograms_table(fresh))
-            receipt = UploadReceipt(accepted=len(fresh), duplicates=len(upload.sessions) - len(fresh))
-            cursor.execute(
-                "INSERT INTO uploads VALUES (?, ?, ?, ?)",
-                [idempotency_key, body_sha256, receipt.accepted, receipt.duplicates],
-            )
-        return receipt
+            batch = plan_batch(uploads, _known(cursor, uploads))
+            _write(cursor, batch)
+        return batch.outcomes
 
     def delete_session(self, session_hash: str) -> int:
         """Remove every part of a session, for all models and workloads, and keep it from coming back.
@@ -163,76 +172,63 @@ class Store:
         return parts_from_table(table)
 
 
-def _require_same_body(stored_sha256: str, body_sha256: str) -> None:
-    if stored_sha256 != body_sha256:
-        raise RequestError(
-            422,
-            "idempotency_key_reused",
-            "Idempotency-Key: found one that was used with another body, expected a new key for new content",
-            field="header.Idempotency-Key",
-            hint="send each upload under a key of its own, and repeat the key only to repeat the same bytes",
-        )
-
-
 def _get_model(cursor: duckdb.DuckDBPyConnection, fingerprint: str) -> ModelShape | None:
     rows = cursor.execute("SELECT shape_json FROM models WHERE fingerprint = ?", [fingerprint]).fetchall()
     return ModelShape.model_validate_json(rows[0][0]) if rows else None
 
 
-def _put_model(cursor: duckdb.DuckDBPyConnection, model: ModelShape) -> None:
-    stored = _get_model(cursor, model.fingerprint)
-    if stored is None:
+def _known(cursor: duckdb.DuckDBPyConnection, uploads: Sequence[KeyedUpload]) -> Known:
+    sessions = [session for keyed in uploads for session in keyed.upload.sessions]
+    receipts = _lookup(
+        cursor,
+        "SELECT idempotency_key, body_sha256, accepted, duplicates FROM uploads JOIN wanted ON idempotency_key = id",
+        (keyed.idempotency_key for keyed in uploads),
+    )
+    models = _lookup(
+        cursor,
+        "SELECT fingerprint, shape_json FROM models JOIN wanted ON fingerprint = id",
+        (keyed.upload.model.fingerprint for keyed in uploads),
+    )
+    content_ids = _lookup(
+        cursor,
+        "SELECT content_id FROM parts JOIN wanted ON content_id = id",
+        (session.content_id for session in sessions),
+    )
+    deleted = _lookup(
+        cursor,
+        "SELECT session_hash FROM deleted_sessions JOIN wanted ON session_hash = id",
+        (session.session_hash for session in sessions),
+    )
+    return Known(
+        receipts={
+            key: StoredReceipt(sha256, UploadReceipt(accepted=accepted, duplicates=duplicates))
+            for key, sha256, accepted, duplicates in receipts
+        },
+        models={fingerprint: ModelShape.model_validate_json(shape) for fingerprint, shape in models},
+        content_ids={row[0] for row in content_ids},
+        deleted_sessions={row[0] for row in deleted},
+    )
+
+
+def _lookup(cursor: duckdb.DuckDBPyConnection, query: str, wanted: Iterable[str]) -> list[tuple[Any, ...]]:
+    cursor.register("wanted", pa.table({"id": pa.array(sorted(set(wanted)), pa.string())}))
+    try:
+        # Always fetchall: a result that is not read to its end blocks the cursor.
+        return cursor.execute(query).fetchall()
+    finally:
+        cursor.unregister("wanted")
+
+
+def _write(cursor: duckdb.DuckDBPyConnection, batch: Batch) -> None:
+    for model in batch.models.values():
         cursor.execute(
             "INSERT INTO models VALUES (?, ?, ?)", [model.fingerprint, model.sibling, model.model_dump_json()]
         )
-    elif difference := _difference(stored, model):
-        field, found, expected = difference
-        raise RequestError(
-            409,
-            "model_mismatch",
-            f"{field}: found {found}, expected {expected}, as stored with the first upload of {model.fingerprint}",
-            field=field,
-            found=found,
-            expected=expected,
-            hint="two agents disagree about one fingerprint: bring both to the same version of spark-moe",
-        )
-
-
-def _difference(stored: ModelShape, sent: ModelShape) -> tuple[str, str, str] | None:
-    """First difference as (field, found, expected). The name is a label, not a shape, and may differ."""
-    if len(sent.layers) != len(stored.layers):
-        return "model.layers", f"{len(sent.layers)} layers", f"{len(stored.layers)} layers"
-    for name in ModelShape.model_fields:
-        found, expected = getattr(sent, name), getattr(stored, name)
-        if name not in ("name", "layers") and found != expected:
-            return f"model.{name}", repr(found), repr(expected)
-    for index, (found, expected) in enumerate(zip(sent.layers, stored.layers, strict=True)):
-        for name in ExpertLayer.model_fields:
-            one, other = getattr(found, name), getattr(expected, name)
-            if one != other:
-                return f"model.layers[{index}].{name}", repr(one), repr(other)
-    return None
-
-
-def _fresh_sessions(cursor: duckdb.DuckDBPyConnection, upload: HistogramUpload) -> dict[str, SessionHistogram]:
-    """Histograms by content id that are neither stored nor of a deleted session."""
-    sessions = {session.content_id(upload.model.fingerprint): session for session in upload.sessions}
-    known = _column(cursor, "SELECT content_id FROM parts JOIN wanted ON content_id = id", list(sessions))
-    hashes = [session.session_hash for session in sessions.values()]
-    deleted = _column(cursor, "SELECT session_hash FROM deleted_sessions JOIN wanted ON session_hash = id", hashes)
-    return {
-        content_id: session
-        for content_id, session in sessions.items()
-        if content_id not in known and session.session_hash not in deleted
-    }
-
-
-def _column(cursor: duckdb.DuckDBPyConnection, query: str, wanted: list[str]) -> set[str]:
-    cursor.register("wanted", pa.table({"id": pa.array(wanted, pa.string())}))
-    try:
-        return {row[0] for row in cursor.execute(query).fetchall()}
-    finally:
-        cursor.unregister("wanted")
+    if batch.sessions:
+        _insert(cursor, "parts", parts_table(batch.sessions))
+        _insert(cursor, "histograms", histograms_table(batch.sessions))
+    if batch.receipts:
+        _insert(cursor, "uploads", receipts_table(batch.receipts))
 
 
 def _insert(cursor: duckdb.DuckDBPyConnection, table: str, batch: pa.Table) -> None:
@@ -242,3 +238,14 @@ def _insert(cursor: duckdb.DuckDBPyConnection, table: str, batch: pa.Table) -> N
         cursor.execute(f"INSERT INTO {table} BY NAME SELECT * FROM batch")  # noqa: S608
     finally:
         cursor.unregister("batch")
+
+
+def _repack(database: Database) -> None:
+    """Move what was stored before migration 2 over, in one transaction, and drop its table."""
+    with database.transaction() as cursor, database.cursor() as reader:
+        query = "SELECT 1 FROM duckdb_tables() WHERE table_name = 'unpacked_histograms'"
+        if not cursor.execute(query).fetchall():
+            return
+        for rows in reader.sql("SELECT * FROM unpacked_histograms").to_arrow_reader(256):
+            _insert(cursor, "histograms", repacked_table(pa.Table.from_batches([rows])))
+        cursor.execute("DROP TABLE unpacked_histograms")
