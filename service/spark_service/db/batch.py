@@ -52,6 +52,8 @@ class Batch:
     """By content id."""
     receipts: dict[str, StoredReceipt] = field(default_factory=dict)
     outcomes: list[UploadReceipt | RequestError] = field(default_factory=list)
+    agreed: dict[int, ModelShape] = field(default_factory=dict)
+    """Models found to be as stored, by identity: the uploads of a batch mostly share one object."""
 
 
 def plan_batch(uploads: Iterable[KeyedUpload], known: Known) -> Batch:
@@ -74,8 +76,9 @@ def _plan(keyed: KeyedUpload, known: Known, batch: Batch) -> UploadReceipt:
     stored = known.models.get(model.fingerprint) or batch.models.get(model.fingerprint)
     if stored is None:
         batch.models[model.fingerprint] = model
-    else:
+    elif id(model) not in batch.agreed:
         _require_same_model(stored, model)
+    batch.agreed[id(model)] = model
     fresh = _fresh(keyed.upload.sessions, known, batch)
     batch.sessions.update((content_id, (model, session)) for content_id, session in fresh.items())
     receipt = UploadReceipt(accepted=len(fresh), duplicates=len(keyed.upload.sessions) - len(fresh))
@@ -106,9 +109,6 @@ def _require_same_body(stored_sha256: str, body_sha256: str) -> None:
 
 
 def _require_same_model(stored: ModelShape, sent: ModelShape) -> None:
-    # Uploads of one batch mostly share one object.
-    if sent is stored:
-        return
     if difference := _difference(stored, sent):
         field, found, expected = difference
         raise RequestError(

@@ -181,22 +181,22 @@ def _known(cursor: duckdb.DuckDBPyConnection, uploads: Sequence[KeyedUpload]) ->
     sessions = [session for keyed in uploads for session in keyed.upload.sessions]
     receipts = _lookup(
         cursor,
-        "SELECT idempotency_key, body_sha256, accepted, duplicates FROM uploads JOIN wanted ON idempotency_key = id",
+        "SELECT idempotency_key, body_sha256, accepted, duplicates FROM uploads WHERE idempotency_key IN ?",
         (keyed.idempotency_key for keyed in uploads),
     )
     models = _lookup(
         cursor,
-        "SELECT fingerprint, shape_json FROM models JOIN wanted ON fingerprint = id",
+        "SELECT fingerprint, shape_json FROM models WHERE fingerprint IN ?",
         (keyed.upload.model.fingerprint for keyed in uploads),
     )
     content_ids = _lookup(
         cursor,
-        "SELECT content_id FROM parts JOIN wanted ON content_id = id",
+        "SELECT content_id FROM parts WHERE content_id IN ?",
         (session.content_id for session in sessions),
     )
     deleted = _lookup(
         cursor,
-        "SELECT session_hash FROM deleted_sessions JOIN wanted ON session_hash = id",
+        "SELECT session_hash FROM deleted_sessions WHERE session_hash IN ?",
         (session.session_hash for session in sessions),
     )
     return Known(
@@ -211,12 +211,9 @@ def _known(cursor: duckdb.DuckDBPyConnection, uploads: Sequence[KeyedUpload]) ->
 
 
 def _lookup(cursor: duckdb.DuckDBPyConnection, query: str, wanted: Iterable[str]) -> list[tuple[Any, ...]]:
-    cursor.register("wanted", pa.table({"id": pa.array(sorted(set(wanted)), pa.string())}))
-    try:
-        # Always fetchall: a result that is not read to its end blocks the cursor.
-        return cursor.execute(query).fetchall()
-    finally:
-        cursor.unregister("wanted")
+    # A list as a parameter goes through the primary key's index; a join would read the whole table at every commit.
+    # Always fetchall: a result that is not read to its end blocks the cursor.
+    return cursor.execute(query, [sorted(set(wanted))]).fetchall()
 
 
 def _write(cursor: duckdb.DuckDBPyConnection, batch: Batch) -> None:
