@@ -64,7 +64,7 @@ def read_canonical(raw: bytes) -> PackedUpload | None:
     try:
         # The head closes as an object whose last member is an empty list; this is a whole list: together they are
         # one whole document with these sessions.
-        sessions = from_json(b"[" + tail[:-1], allow_inf_nan=False)
+        sessions = from_json(b"[" + tail[:-1], allow_inf_nan=False, cache_strings="keys")
     except ValueError:
         return None
     if not 1 <= len(sessions) <= MAX_SESSIONS_PER_UPLOAD:
