@@ -19,6 +19,8 @@ __all__ = [
     "MAX_BODY_BYTES",
     "MAX_INFLATED_BYTES",
     "PORT",
+    "SEGMENTS_DIR",
+    "SEGMENT_AFTER_DAYS",
     "TOKEN",
     "VARIABLES",
     "Variable",
@@ -92,6 +94,15 @@ MAX_INFLATED_BYTES: Variable[int] = Variable(
 )
 DB_MEMORY: Variable[str] = Variable("SPARKMOE_SERVICE_DB_MEMORY", _memory, "1GB", "memory limit of the database")
 DB_THREADS: Variable[int] = Variable("SPARKMOE_SERVICE_DB_THREADS", _integer(1, 256), 2, "threads of the database")
+SEGMENT_AFTER_DAYS: Variable[int] = Variable(
+    "SPARKMOE_SERVICE_SEGMENT_AFTER_DAYS",
+    _integer(0, 36500),
+    30,
+    "days after which histograms move from the database into Parquet files, 0 for never",
+)
+SEGMENTS_DIR: Variable[Path | None] = Variable(
+    "SPARKMOE_SERVICE_SEGMENTS_DIR", _path, None, "folder of those files; segments in the data folder when unset"
+)
 
 VARIABLES: tuple[Variable[Any], ...] = (
     HOST,
@@ -102,4 +113,6 @@ VARIABLES: tuple[Variable[Any], ...] = (
     MAX_INFLATED_BYTES,
     DB_MEMORY,
     DB_THREADS,
+    SEGMENT_AFTER_DAYS,
+    SEGMENTS_DIR,
 )

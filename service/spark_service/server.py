@@ -14,6 +14,7 @@ from spark_service.app import create_app
 from spark_service.db.store import Store
 from spark_service.errors import AddressError
 from spark_service.inflate import BodyLimits
+from spark_service.segment_mover import segment_mover
 from spark_service.settings import Settings
 
 __all__ = ["bind", "serve"]
@@ -54,7 +55,12 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
     settings.require_safe_address()
     settings.prepare_data_dir()
     with bind(settings.host, settings.port) as listener:
-        store = Store.open(settings.database, memory=settings.db_memory, threads=settings.db_threads)
+        store = Store.open(
+            settings.database,
+            memory=settings.db_memory,
+            threads=settings.db_threads,
+            segments=settings.segments_dir,
+        )
         try:
             limits = BodyLimits(settings.max_body_bytes, settings.max_inflated_bytes)
             app = create_app(store, token=settings.token, limits=limits)
@@ -70,7 +76,8 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
             )
             _stop_on_signals(server)
             announce(_base_url(settings.host, listener))
-            server.run(sockets=[listener])
+            with segment_mover(store, settings.segment_after_days):
+                server.run(sockets=[listener])
         finally:
             store.close()
     logging.getLogger(__name__).info("stopped")

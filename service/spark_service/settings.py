@@ -28,6 +28,8 @@ class Settings:
     max_inflated_bytes: int
     db_memory: str
     db_threads: int
+    segment_after_days: int
+    segments_dir: Path
 
     @classmethod
     def resolve(cls, *, host: str | None = None, port: int | None = None, data_dir: Path | None = None) -> Self:
@@ -36,15 +38,18 @@ class Settings:
         Raises :class:`EnvironmentVariableError` for unusable variables.
         """
         chosen_dir = data_dir if data_dir is not None else env.DATA_DIR.read()
+        data_dir = (chosen_dir if chosen_dir is not None else default_data_dir()).absolute()
         return cls(
             host=host if host is not None else env.HOST.read(),
             port=port if port is not None else env.PORT.read(),
-            data_dir=(chosen_dir if chosen_dir is not None else default_data_dir()).absolute(),
+            data_dir=data_dir,
             token=env.TOKEN.read(),
             max_body_bytes=env.MAX_BODY_BYTES.read(),
             max_inflated_bytes=env.MAX_INFLATED_BYTES.read(),
             db_memory=env.DB_MEMORY.read(),
             db_threads=env.DB_THREADS.read(),
+            segment_after_days=env.SEGMENT_AFTER_DAYS.read(),
+            segments_dir=(env.SEGMENTS_DIR.read() or data_dir / "segments").absolute(),
         )
 
     @property

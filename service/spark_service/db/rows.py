@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from spark_schemas.model import ModelShape
 from spark_service.db.batch import StoredReceipt
@@ -13,7 +15,16 @@ from spark_service.errors import StorageError
 from spark_service.packed import PackedPhase, PackedSession, pack_counts, unpack_counts
 from spark_service.sessions import IntArray, SessionPart
 
-__all__ = ["histograms_table", "parts_from_table", "parts_table", "receipts_table", "repacked_table"]
+__all__ = [
+    "HISTOGRAM_SCHEMA",
+    "PART_COLUMNS",
+    "histograms_table",
+    "parts_from_table",
+    "parts_table",
+    "receipts_table",
+    "repacked_table",
+    "unpacked_batch",
+]
 
 _PART_COLUMNS: list[tuple[str, pa.DataType]] = [
     (name, pa.string()) for name in ("content_id", "fingerprint", "workload", "session_hash", "split")
@@ -28,6 +39,12 @@ _HISTOGRAM_COLUMNS: list[tuple[str, pa.DataType]] = [
     ("counts", pa.binary()),
     ("reuse", pa.binary()),
 ]
+HISTOGRAM_SCHEMA = pa.schema(_HISTOGRAM_COLUMNS)
+"""Rows of ``histograms``, in the database and in segments."""
+
+PART_COLUMNS = ("content_id", "workload", "session_hash", "tokens", "n_experts", "counts", "reuse")
+"""What a :class:`SessionPart` is read from."""
+
 _Sessions = Mapping[str, tuple[ModelShape, PackedSession]]
 """Sessions with their models, by content id."""
 
@@ -54,7 +71,7 @@ def histograms_table(sessions: _Sessions) -> pa.Table:
         for content_id, (model, session) in sessions.items()
         for phase in session.phases
     ]
-    return pa.Table.from_pylist(rows, schema=pa.schema(_HISTOGRAM_COLUMNS))
+    return pa.Table.from_pylist(rows, schema=HISTOGRAM_SCHEMA)
 
 
 def _histogram_row(content_id: str, model: ModelShape, phase: PackedPhase) -> dict[str, object]:
@@ -94,7 +111,7 @@ def repacked_table(table: pa.Table) -> pa.Table:
 
 
 def parts_from_table(table: pa.Table) -> list[SessionPart]:
-    """Read parts with the columns content_id, workload, session_hash, tokens, n_experts, counts and reuse."""
+    """Read parts from a table with :data:`PART_COLUMNS`."""
     return [_part(_Row(table, index)) for index in range(table.num_rows)]
 
 
@@ -136,3 +153,27 @@ def _part(row: _Row) -> SessionPart:
         counts=counts,
         reuse=row.layers("reuse", n_experts + 1),
     )
+
+
+def unpacked_batch(table: pa.Table, columns: Sequence[str]) -> pa.RecordBatch:
+    """Some columns of a table that has n_experts, with counts and reuse as lists of int64 instead of bytes."""
+    layers = table["n_experts"]
+    n_layers = np.asarray(pc.list_value_length(layers), np.int64)
+    n_experts = np.asarray(pc.list_flatten(layers), np.int64)
+    totals = np.add.reduceat(n_experts, np.cumsum(n_layers) - n_layers)
+    lengths = {"counts": totals, "reuse": totals + n_layers}
+    unpacked = {
+        name: _unpacked_lists(table[name].to_pylist(), lengths[name]) if name in lengths else table[name]
+        for name in columns
+    }
+    return pa.table(unpacked).combine_chunks().to_batches()[0]
+
+
+def _unpacked_lists(packed: Sequence[bytes | None], lengths: IntArray) -> pa.Array[Any]:
+    lists = [
+        np.empty(0, np.int64) if one is None else unpack_counts(one, int(length))
+        for one, length in zip(packed, lengths, strict=True)
+    ]
+    offsets = np.concatenate([[0], np.cumsum([len(one) for one in lists])])
+    missing = pa.array([one is None for one in packed])
+    return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), pa.array(np.concatenate(lists)), mask=missing)

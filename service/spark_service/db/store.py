@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,16 +17,31 @@ from spark_schemas.api import UploadReceipt
 from spark_schemas.histogram import HistogramUpload
 from spark_schemas.ids import Phase
 from spark_schemas.model import ModelShape
+from spark_service.db.aging import Rewritten, age_out, registered_segments, rewrite_without, take_out
 from spark_service.db.batch import Batch, KeyedUpload, Known, StoredReceipt, plan_batch
 from spark_service.db.connection import Database
 from spark_service.db.migrate import migrate, pending
-from spark_service.db.rows import histograms_table, parts_from_table, parts_table, receipts_table, repacked_table
+from spark_service.db.rows import (
+    PART_COLUMNS,
+    histograms_table,
+    parts_from_table,
+    parts_table,
+    receipts_table,
+    repacked_table,
+    unpacked_batch,
+)
+from spark_service.db.scan import snapshot
+from spark_service.db.segments import SegmentFolder
 from spark_service.errors import RequestError, StorageError
 from spark_service.group_commit import GroupCommit
 from spark_service.packed import pack_upload
 from spark_service.sessions import SessionPart
 
-__all__ = ["PartKey", "Store"]
+__all__ = ["BATCH_COLUMNS", "PartKey", "Store"]
+
+BATCH_COLUMNS = (*PART_COLUMNS, "received_day")
+"""What :meth:`Store.batches` can give."""
+ROWS_PER_READ = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,26 +56,30 @@ class PartKey:
 class Store:
     """Histograms, models and receipts in one database. All methods block; all may be called from any thread."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, segments: SegmentFolder) -> None:
         self._database = database
+        self._segments = segments
         # DuckDB would let two writers race and fail one of them; here the second one waits.
         self._writing = threading.Lock()
         self._group_commit = GroupCommit(self.add_batch)
 
     @classmethod
-    def open(cls, path: Path, *, memory: str = "1GB", threads: int = 2) -> Self:
+    def open(cls, path: Path, *, memory: str = "1GB", threads: int = 2, segments: Path | None = None) -> Self:
         """Open or create the database at ``path`` and bring its schema up to date.
 
+        ``segments`` is the folder of histograms that have aged out, beside the database if it is not given.
         Raises :class:`DatabaseError` and :class:`StorageError`; the file is closed again then.
         """
         database = Database(path, memory=memory, threads=threads)
         try:
             migrate(database)
             _repack(database)
+            store = cls(database, SegmentFolder(path.with_name("segments") if segments is None else segments))
+            store.sweep_segments()
         except BaseException:
             database.close(checkpoint=False)
             raise
-        return cls(database)
+        return store
 
     def close(self) -> None:
         """Commit what was submitted, wait for a running write, then checkpoint and close."""
@@ -109,15 +129,37 @@ class Store:
 
         Return the number of parts removed.
         """
-        with self._writing, self._database.transaction() as cursor:
+        with self._writing:
+            rewritten = rewrite_without(self._database, self._segments, session_hash)
+            removed = self._delete_session(session_hash, rewritten)
+            for file in rewritten:
+                self._segments.remove(file.old)
+        return removed
+
+    def _delete_session(self, session_hash: str, rewritten: list[Rewritten]) -> int:
+        with self._database.transaction() as cursor:
             cursor.execute("INSERT INTO deleted_sessions VALUES (?) ON CONFLICT DO NOTHING", [session_hash])
             ids = cursor.execute("SELECT content_id FROM parts WHERE session_hash = ?", [session_hash]).fetchall()
             cursor.execute(
                 "DELETE FROM histograms WHERE content_id IN (SELECT content_id FROM parts WHERE session_hash = ?)",
                 [session_hash],
             )
+            take_out(cursor, session_hash, rewritten)
             cursor.execute("DELETE FROM parts WHERE session_hash = ?", [session_hash])
         return len(ids)
+
+    def age_out(self, before: date) -> int:
+        """Move some of the histograms received before a day into a segment; return how many, 0 once none is left."""
+        return age_out(self._database, self._segments, self._writing, before)
+
+    def sweep_segments(self) -> list[str]:
+        """Remove files that a crash or an error left in the folder of segments, and return their names."""
+        if not self._segments.path.exists():
+            return []
+        with self._writing:
+            with self._database.cursor() as cursor:
+                known = registered_segments(cursor)
+            return self._segments.sweep(known)
 
     def model(self, fingerprint: str) -> ModelShape | None:
         """The stored shape of a model."""
@@ -152,24 +194,37 @@ class Store:
         """Identities of all parts of a model that have counts in a phase, sorted by content id."""
         with self._database.cursor() as cursor:
             rows = cursor.execute(
-                "SELECT content_id, workload, session_hash FROM parts JOIN histograms USING (content_id) "
-                "WHERE fingerprint = ? AND phase = ? ORDER BY content_id",
-                [fingerprint, phase],
+                "SELECT content_id, workload, session_hash FROM parts JOIN ("
+                "SELECT content_id FROM histograms WHERE phase = $phase "
+                "UNION ALL SELECT content_id FROM segment_rows WHERE phase = $phase) USING (content_id) "
+                "WHERE fingerprint = $fingerprint ORDER BY content_id",
+                {"fingerprint": fingerprint, "phase": phase},
             ).fetchall()
         return [PartKey(*row) for row in rows]
 
     def parts(self, content_ids: Sequence[str], phase: Phase) -> list[SessionPart]:
         """Parts with their counts, sorted by content id; ids deleted in the meantime are absent."""
-        wanted = pa.table({"content_id": pa.array(content_ids, pa.string())})
-        with self._database.cursor() as cursor:
-            cursor.register("wanted", wanted)
-            table = cursor.sql(
-                "SELECT content_id, workload, session_hash, tokens, n_experts, counts, reuse "
-                "FROM wanted JOIN parts USING (content_id) JOIN histograms USING (content_id) "
-                "WHERE phase = $phase ORDER BY content_id",
-                params={"phase": phase},
-            ).to_arrow_table()
-        return parts_from_table(table)
+        with snapshot(self._database, self._segments, self._writing, phase, content_ids=content_ids) as held:
+            tables = held.tables(ROWS_PER_READ, PART_COLUMNS)
+            return [part for table in tables for part in parts_from_table(table)]
+
+    def batches(
+        self,
+        fingerprint: str,
+        phase: Phase,
+        columns: Sequence[str] = BATCH_COLUMNS,
+        rows_per_batch: int = ROWS_PER_READ,
+    ) -> Iterator[pa.RecordBatch]:
+        """All stored histograms of a model in a phase, sorted by content id, ``rows_per_batch`` at a time.
+
+        ``columns`` are some of :data:`BATCH_COLUMNS`; counts and reuse come as lists of int64, blocks one after the
+        other, n_experts entries for each (one more in reuse, which is null in prefill). Everything is as it was when
+        the first batch was asked for. Read to the end, or close the iterator: it holds files and a transaction.
+        """
+        needed = dict.fromkeys(("n_experts", *columns))
+        with snapshot(self._database, self._segments, self._writing, phase, fingerprint=fingerprint) as held:
+            for table in held.tables(rows_per_batch, list(needed)):
+                yield unpacked_batch(table, columns)
 
 
 def _get_model(cursor: duckdb.DuckDBPyConnection, fingerprint: str) -> ModelShape | None:
