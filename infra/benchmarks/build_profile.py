@@ -35,6 +35,7 @@ from spark_service.db.connection import Database
 from spark_service.db.migrate import migrate
 from spark_service.db.store import Store
 from spark_service.executors import Executor, LocalExecutor, RayExecutor
+from spark_service.packed import pack_counts
 
 TOP_K, TOKENS, EXPERT_BYTES = 8, 2000, 2_654_208
 WORKLOAD, MORE, AT_ONCE, RAY_WORKERS = "code-heavy", 100, 500, 2
@@ -87,13 +88,7 @@ def tables(shape: ModelShape, workload: str, first: int, count: int) -> Iterator
         rng = np.random.default_rng([*workload.encode(), start])
         ids = [hashlib.sha256(f"{workload} {index}".encode()).hexdigest() for index in range(start, start + rows)]
         lists = {"counts": draws(rng, taste, rows), "reuse": draws(rng, far, rows)}
-        flat = {
-            name: pa.ListArray.from_arrays(
-                pa.array(np.arange(rows + 1, dtype=np.int32) * values.shape[1]),
-                pa.array(values.ravel().view(np.uint64)),
-            )
-            for name, values in lists.items()
-        }
+        flat = {name: pa.array([pack_counts(row) for row in values], pa.binary()) for name, values in lists.items()}
         same = {
             "blocks": [list(range(n_layers))] * rows,
             "n_experts": [[n_experts] * n_layers] * rows,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+from concurrent.futures import Future
 from typing import Annotated, Any, Literal
 
 import anyio
@@ -21,13 +23,15 @@ from spark_schemas.profile import Profile
 from spark_service import problems, version
 from spark_service.admin import REQUEST_BODIES, add_admin
 from spark_service.auth import Gate, actor_of, add_security
+from spark_service.canonical import read_upload
 from spark_service.catalog import Catalog
 from spark_service.conditional import conditional_json
+from spark_service.db.batch import KeyedUpload
 from spark_service.db.migrate import available
 from spark_service.db.store import Store
 from spark_service.errors import RequestError
 from spark_service.inflate import BodyLimits, inflate, read_body, require_encoding
-from spark_service.ingest import parse_upload, require_idempotency_key, require_json
+from spark_service.ingest import require_idempotency_key, require_json
 from spark_service.keyring import Keyring
 from spark_service.manifests import Budget
 from spark_service.rate_limit import Rates
@@ -147,9 +151,9 @@ def _add_probes(app: FastAPI, store: Store) -> None:
 def _add_writes(app: FastAPI, store: Store, limits: BodyLimits) -> None:
     slots = anyio.CapacityLimiter(PARALLEL_UPLOADS)
 
-    def take(body: bytes, encoding: str, key: str, actor: str) -> UploadReceipt:
+    def take(body: bytes, encoding: str, key: str, actor: str) -> Future[UploadReceipt]:
         raw = inflate(body, encoding, limits.inflated_bytes)
-        return store.add_upload(parse_upload(raw), key, hashlib.sha256(raw).hexdigest(), actor)
+        return store.submit_upload(KeyedUpload(read_upload(raw), key, hashlib.sha256(raw).hexdigest(), actor))
 
     @app.post(
         f"{API_PREFIX}/histograms",
@@ -172,7 +176,7 @@ def _add_writes(app: FastAPI, store: Store, limits: BodyLimits) -> None:
             body = await read_body(request.stream(), request.headers.get("content-length"), limits.body_bytes)
         except ClientDisconnect as error:
             raise RequestError(400, "body_incomplete", "body: the connection ended before the body did") from error
-        receipt = await run_sync(take, body, encoding, key, actor_of(request), limiter=slots)
+        receipt = await asyncio.wrap_future(await run_sync(take, body, encoding, key, actor_of(request), limiter=slots))
         return Response(receipt.model_dump_json(), 202, media_type="application/json")
 
     @app.delete(f"{API_PREFIX}/sessions/{{session_hash}}")

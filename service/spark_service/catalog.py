@@ -14,7 +14,7 @@ from spark_schemas.profile import Profile, ProfileSummary
 from spark_service.builders import BuiltProfile, Inputs, build_profile, revision_of
 from spark_service.db.store import Store
 from spark_service.db.tallies import Counted, TallyKey
-from spark_service.errors import RequestError
+from spark_service.errors import RequestError, StorageError
 from spark_service.executors import Executor, LocalExecutor
 from spark_service.manifests import Budget, build_manifest
 from spark_service.tallies import Tallies
@@ -97,7 +97,14 @@ class Catalog:
                 inputs = self._inputs(TallyKey(source, workload, phase), counted, shape, window)
                 revision = revision_of(shape.fingerprint, workload, phase, inputs)
                 if revision not in self._built:
-                    built = build_profile(shape, workload, phase, revision, inputs, self._executor, warnings=warnings)
+                    try:
+                        built = build_profile(
+                            shape, workload, phase, revision, inputs, self._executor, warnings=warnings
+                        )
+                    except StorageError:
+                        if self._store.deletions == deletions:
+                            raise
+                        continue  # A file of histograms goes when something in it is deleted.
                     if self._store.deletions != deletions:
                         continue  # Some of what was counted may have been gone when it was to judge.
                     self._built[revision] = built

@@ -24,6 +24,8 @@ __all__ = [
     "READ_BURST",
     "READ_RATE",
     "RETENTION_DAYS",
+    "SEGMENTS_DIR",
+    "SEGMENT_AFTER_DAYS",
     "TOKEN",
     "UPLOAD_BURST",
     "UPLOAD_RATE",
@@ -132,6 +134,15 @@ RETENTION_DAYS: Variable[int] = Variable(
     0,
     "days after which what was received is removed for good; 0 keeps it",
 )
+SEGMENT_AFTER_DAYS: Variable[int] = Variable(
+    "SPARKMOE_SERVICE_SEGMENT_AFTER_DAYS",
+    _integer(0, 36500),
+    30,
+    "days after which histograms move from the database into Parquet files, 0 for never",
+)
+SEGMENTS_DIR: Variable[Path | None] = Variable(
+    "SPARKMOE_SERVICE_SEGMENTS_DIR", _path, None, "folder of those files; segments in the data folder when unset"
+)
 
 VARIABLES: tuple[Variable[Any], ...] = (
     HOST,
@@ -149,4 +160,6 @@ VARIABLES: tuple[Variable[Any], ...] = (
     FAILURE_RATE,
     FAILURE_BURST,
     RETENTION_DAYS,
+    SEGMENT_AFTER_DAYS,
+    SEGMENTS_DIR,
 )

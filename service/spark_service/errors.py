@@ -15,6 +15,7 @@ SparkServiceError                  a message for people, a hint, an exit code
 ├── StorageError                   the open database refused an operation (HTTP 503)
 │   └── StorageFullError           no room left for it (HTTP 507)
 └── RequestError                   what a client sent or asked for is wrong (HTTP 4xx, with a stable code)
+    └── OverloadedError            nothing is wrong with it, but too much else waits (HTTP 503)
 
 A message says what failed, what was found and what was expected; the hint says what to do.
 """
@@ -30,6 +31,7 @@ __all__ = [
     "EnvironmentVariableError",
     "ExecutorError",
     "MigrationError",
+    "OverloadedError",
     "RefusedError",
     "RequestError",
     "ServiceCallError",
@@ -135,3 +137,7 @@ class RequestError(SparkServiceError):
         self.found = found
         self.expected = expected
         self.headers = headers
+
+
+class OverloadedError(RequestError):
+    """Nothing is wrong with a request, but too much else waits: it was not kept, and may be sent again."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import date, timedelta
 
 from spark_service.db.audit import record
-from spark_service.db.removal import days_before, parts_of_day, remove_day
+from spark_service.db.removal import days_before, parts_of_day
 from spark_service.db.store import Store
 
 __all__ = ["apply_retention", "overdue"]
@@ -27,9 +27,8 @@ def apply_retention(store: Store, retention_days: int, today: date, actor: str) 
     """
     removed: dict[date, int] = {}
     for day in overdue(store, retention_days, today):
-        with store.writing() as cursor:
-            removed[day] = remove_day(cursor, day)
-            store.count_removal(removed[day])
+        with store.removing("received_day", day) as (cursor, removal):
+            removed[day] = removal.day(cursor, day)
             detail = {"removed": removed[day], "retention_days": retention_days}
             record(cursor, actor, "retention.run", day.isoformat(), detail)
     return removed

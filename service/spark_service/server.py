@@ -17,6 +17,7 @@ from spark_service.housekeeping import Housekeeping
 from spark_service.inflate import BodyLimits
 from spark_service.keyring import Keyring
 from spark_service.local_only import LocalOnly
+from spark_service.segment_mover import segment_mover
 from spark_service.settings import Settings
 
 __all__ = ["bind", "serve"]
@@ -57,7 +58,12 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
     settings.require_safe_address()
     settings.prepare_data_dir()
     with bind(settings.host, settings.port) as listener:
-        store = Store.open(settings.database, memory=settings.db_memory, threads=settings.db_threads)
+        store = Store.open(
+            settings.database,
+            memory=settings.db_memory,
+            threads=settings.db_threads,
+            segments=settings.segments_dir,
+        )
         try:
             keyring = Keyring(store)
             settings.require_tokens(any_stored=keyring.any_usable())
@@ -84,7 +90,10 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
             )
             _stop_on_signals(server)
             announce(_base_url(settings.host, listener))
-            with Housekeeping(store, keyring, settings.retention_days):
+            with (
+                Housekeeping(store, keyring, settings.retention_days),
+                segment_mover(store, settings.segment_after_days),
+            ):
                 server.run(sockets=[listener])
         finally:
             store.close()

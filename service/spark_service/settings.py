@@ -32,6 +32,8 @@ class Settings:
     open_access: bool
     rates: Rates
     retention_days: int
+    segment_after_days: int
+    segments_dir: Path
 
     @classmethod
     def resolve(
@@ -47,10 +49,11 @@ class Settings:
         Raises :class:`EnvironmentVariableError` for unusable variables.
         """
         chosen_dir = data_dir if data_dir is not None else env.DATA_DIR.read()
+        data_dir = (chosen_dir if chosen_dir is not None else default_data_dir()).absolute()
         return cls(
             host=host if host is not None else env.HOST.read(),
             port=port if port is not None else env.PORT.read(),
-            data_dir=(chosen_dir if chosen_dir is not None else default_data_dir()).absolute(),
+            data_dir=data_dir,
             token=env.TOKEN.read(),
             max_body_bytes=env.MAX_BODY_BYTES.read(),
             max_inflated_bytes=env.MAX_INFLATED_BYTES.read(),
@@ -63,6 +66,8 @@ class Settings:
                 failures=Rate(env.FAILURE_RATE.read(), env.FAILURE_BURST.read()),
             ),
             retention_days=env.RETENTION_DAYS.read(),
+            segment_after_days=env.SEGMENT_AFTER_DAYS.read(),
+            segments_dir=(env.SEGMENTS_DIR.read() or data_dir / "segments").absolute(),
         )
 
     @property

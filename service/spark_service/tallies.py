@@ -11,6 +11,7 @@ import duckdb
 from spark_schemas.ids import Phase
 from spark_schemas.model import ModelShape
 from spark_service.builders import tally_batches
+from spark_service.db.segments import SegmentFolder
 from spark_service.db.store import Store
 from spark_service.db.tallies import (
     Counted,
@@ -21,7 +22,9 @@ from spark_service.db.tallies import (
     repeated_sessions,
     rows_of_sessions,
     sessions_after,
+    workloads_of,
 )
+from spark_service.errors import StorageError
 from spark_service.executors import Executor
 from spark_service.session_stream import whole_sessions
 from spark_service.sessions import Sessions, merge_rows
@@ -57,7 +60,14 @@ class Tallies:
         """Tallies of all workloads of a model that have parts in a phase."""
         with self._lock:
             while True:
-                found = self._brought_up(shape, phase)
+                deletions = self._store.deletions
+                try:
+                    found = self._brought_up(shape, phase, deletions)
+                except StorageError:
+                    # A file of histograms goes when something in it is deleted.
+                    if self._store.deletions == deletions:
+                        raise
+                    continue
                 if found is not None:
                     return found.by_workload
 
@@ -65,12 +75,13 @@ class Tallies:
         """The held-out sessions of all parts up to a number, batch by batch."""
         with self._store.snapshot() as cursor:
             repeated = repeated_sessions(cursor, key, number)
-            for batch in whole_sessions(read_rows(cursor, key, number, held_out_only=True), repeated):
+            for batch in whole_sessions(
+                read_rows(cursor, self._store.segments, key, number, held_out_only=True), repeated
+            ):
                 yield batch.where(batch.held_out)
 
-    def _brought_up(self, shape: ModelShape, phase: Phase) -> _Model | None:
+    def _brought_up(self, shape: ModelShape, phase: Phase, deletions: int) -> _Model | None:
         """Count what is new; ``None`` when a session was deleted meanwhile."""
-        deletions = self._store.deletions
         place = (shape.fingerprint, phase)
         known = self._known.get(place)
         if known is not None and known.deletions != deletions:
@@ -81,7 +92,7 @@ class Tallies:
             if known is not None and known.number == number:
                 return known
             model = _Model(number, deletions)
-            for workload in _workloads(cursor, shape.fingerprint, phase):
+            for workload in workloads_of(cursor, shape.fingerprint, phase):
                 key = TallyKey(shape.fingerprint, workload, phase)
                 counted = known.by_workload.get(workload) if known is not None else None
                 counted = counted or load_tally(cursor, key)
@@ -103,18 +114,21 @@ class Tallies:
         changed = sessions_after(cursor, key, counted.number) if counted is not None else []
         if counted is None or counted.tally.n_experts != n_experts or len(changed) > _MOST_SINGLY:
             repeated = repeated_sessions(cursor, key, number)
-            batches = whole_sessions(read_rows(cursor, key, number), repeated)
+            batches = whole_sessions(read_rows(cursor, self._store.segments, key, number), repeated)
             return Counted(tally_batches(n_experts, batches, self._executor), number)
         tally = counted.tally
         for start in range(0, len(changed), _AT_ONCE):
-            tally = _with_changes(cursor, key, Counted(tally, counted.number), changed[start : start + _AT_ONCE])
+            some = changed[start : start + _AT_ONCE]
+            tally = _with_changes(cursor, self._store.segments, key, Counted(tally, counted.number), some)
         return Counted(tally, number)
 
 
-def _with_changes(cursor: duckdb.DuckDBPyConnection, key: TallyKey, counted: Counted, hashes: list[str]) -> Tally:
+def _with_changes(
+    cursor: duckdb.DuckDBPyConnection, folder: SegmentFolder, key: TallyKey, counted: Counted, hashes: list[str]
+) -> Tally:
     """The sessions as they are now in the place of what was counted of them."""
     tally, n_experts = counted.tally, counted.tally.n_experts
-    found = rows_of_sessions(cursor, key, hashes)
+    found = rows_of_sessions(cursor, folder, key, hashes)
     if found is None:
         return tally
     rows, numbers = found
@@ -122,12 +136,3 @@ def _with_changes(cursor: duckdb.DuckDBPyConnection, key: TallyKey, counted: Cou
     if old:
         tally -= tally_of(n_experts, merge_rows(rows.take(old)))
     return tally + tally_of(n_experts, merge_rows(rows))
-
-
-def _workloads(cursor: duckdb.DuckDBPyConnection, fingerprint: str, phase: Phase) -> list[str]:
-    rows = cursor.execute(
-        "SELECT DISTINCT workload FROM parts JOIN histograms USING (content_id) "
-        "WHERE fingerprint = ? AND phase = ? ORDER BY workload",
-        [fingerprint, phase],
-    ).fetchall()
-    return [row[0] for row in rows]

@@ -16,6 +16,7 @@ def test_defaults() -> None:
     assert settings.data_dir == default_data_dir()
     assert settings.data_dir.parts[-2:] == ("spark", "service")
     assert settings.database == settings.data_dir / "service.duckdb"
+    assert (settings.segment_after_days, settings.segments_dir) == (30, settings.data_dir / "segments")
 
 
 def test_options_win_over_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -28,6 +29,9 @@ def test_options_win_over_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert settings.token is None
     assert Settings.resolve(port=0, data_dir=tmp_path).port == 0
     assert Settings.resolve(port=0, data_dir=tmp_path).data_dir == tmp_path
+    assert Settings.resolve(data_dir=tmp_path).segments_dir == tmp_path / "segments"
+    monkeypatch.setenv("SPARKMOE_SERVICE_SEGMENTS_DIR", str(tmp_path / "elsewhere"))
+    assert Settings.resolve(data_dir=tmp_path).segments_dir == tmp_path / "elsewhere"
 
 
 @pytest.mark.parametrize(
@@ -45,6 +49,7 @@ def test_options_win_over_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_p
         ("SPARKMOE_SERVICE_FAILURE_RATE", "nan"),
         ("SPARKMOE_SERVICE_UPLOAD_BURST", "0"),
         ("SPARKMOE_SERVICE_RETENTION_DAYS", "1.5"),
+        ("SPARKMOE_SERVICE_SEGMENT_AFTER_DAYS", "-1"),
     ],
 )
 def test_unusable_variables_are_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:

@@ -47,6 +47,9 @@ class Database:
             # A service never downloads code; only what is linked into the wheel is used.
             "autoinstall_known_extensions": "false",
             "autoload_known_extensions": "false",
+            # Merging small row groups at checkpoints rewrites rows of tens of kilobytes again and again, and holds up
+            # commits for seconds. Row groups whose rows are all deleted are freed without it.
+            "max_vacuum_tasks": 0,
             "memory_limit": memory,
             "threads": threads,
         }

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
-from typing import Any, cast
 
 import duckdb
 import numpy as np
 import pyarrow as pa
 
 from spark_schemas.ids import Phase
-from spark_service.errors import StorageError
+from spark_service.db.segments import SegmentFolder
+from spark_service.packed import unpack_counts
 from spark_service.sessions import IntArray, Rows, merge_rows
 from spark_service.tally import Tally, tally_of
 
@@ -28,18 +28,28 @@ __all__ = [
     "rows_of_sessions",
     "save_tally",
     "sessions_after",
+    "workloads_of",
 ]
 
 _AT_ONCE = 256
 _EPOCH = date(1970, 1, 1)
+_OF_KEY = "fingerprint = $fingerprint AND workload = $workload AND phase = $phase"
+_IN_ANY_PLACE = (
+    "parts JOIN (SELECT content_id, phase FROM histograms UNION ALL SELECT content_id, phase FROM segment_rows) "
+    "USING (content_id)"
+)
+_COUNTS = (
+    "SELECT content_id, session_hash, received_day, number, tokens, n_experts, counts, reuse "
+    "FROM parts JOIN histograms USING (content_id) WHERE " + _OF_KEY
+)
+_MOVED = (
+    "SELECT segment, content_id, session_hash, received_day, number "
+    "FROM parts JOIN segment_rows USING (content_id) WHERE " + _OF_KEY
+)
+_COLUMNS = ("content_id", "session_hash", "received_day", "number", "tokens", "n_experts", "counts", "reuse")
 _OF_SESSIONS = " AND session_hash IN (SELECT session_hash FROM wanted_sessions)"
 _HELD_OUT = " AND split = 'held_out'"
 _UP_TO = " AND number <= $number"
-_ROWS = (
-    "SELECT content_id, session_hash, received_day, number, tokens, counts, reuse "
-    "FROM parts JOIN histograms USING (content_id) "
-    "WHERE fingerprint = $fingerprint AND workload = $workload AND phase = $phase"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +97,13 @@ def save_tally(cursor: duckdb.DuckDBPyConnection, key: TallyKey, counted: Counte
     )
 
 
-def forget_session(cursor: duckdb.DuckDBPyConnection, session_hash: str) -> None:
+def forget_session(cursor: duckdb.DuckDBPyConnection, folder: SegmentFolder, session_hash: str) -> None:
     """Take a session out of every tally that counts it; before its rows are deleted, in the same transaction."""
     for key in _keys_of(cursor, "session_hash", session_hash):
-        _forget(cursor, key, [session_hash], None)
+        _forget(cursor, folder, key, [session_hash], None)
 
 
-def forget_day(cursor: duckdb.DuckDBPyConnection, day: date) -> None:
+def forget_day(cursor: duckdb.DuckDBPyConnection, folder: SegmentFolder, day: date) -> None:
     """Take what was received on a day out of every tally that counts it, as :func:`forget_session` does."""
     for key in _keys_of(cursor, "received_day", day):
         hashes = cursor.execute(
@@ -102,7 +112,7 @@ def forget_day(cursor: duckdb.DuckDBPyConnection, day: date) -> None:
         ).fetchall()
         names = [found[0] for found in hashes]
         for start in range(0, len(names), _AT_ONCE):
-            _forget(cursor, key, names[start : start + _AT_ONCE], (day - _EPOCH).days)
+            _forget(cursor, folder, key, names[start : start + _AT_ONCE], (day - _EPOCH).days)
 
 
 def _keys_of(cursor: duckdb.DuckDBPyConnection, column: str, value: str | date) -> list[TallyKey]:
@@ -115,10 +125,12 @@ def _keys_of(cursor: duckdb.DuckDBPyConnection, column: str, value: str | date) 
     return [TallyKey(*row) for row in found]
 
 
-def _forget(cursor: duckdb.DuckDBPyConnection, key: TallyKey, hashes: Sequence[str], day: int | None) -> None:
+def _forget(
+    cursor: duckdb.DuckDBPyConnection, folder: SegmentFolder, key: TallyKey, hashes: Sequence[str], day: int | None
+) -> None:
     """Sessions without the rows of a day, or without any, in the place of what was counted of them."""
     counted = load_tally(cursor, key)
-    found = _up_to(rows_of_sessions(cursor, key, hashes), counted.number) if counted is not None else None
+    found = _up_to(rows_of_sessions(cursor, folder, key, hashes), counted.number) if counted is not None else None
     if counted is None or found is None:
         return
     n_experts = counted.tally.n_experts
@@ -138,8 +150,8 @@ def newest_number(cursor: duckdb.DuckDBPyConnection) -> int:
 def sessions_after(cursor: duckdb.DuckDBPyConnection, key: TallyKey, number: int) -> list[str]:
     """Sessions that have parts with higher numbers, sorted."""
     rows = cursor.execute(
-        "SELECT DISTINCT session_hash FROM parts JOIN histograms USING (content_id) WHERE fingerprint = $fingerprint "
-        "AND workload = $workload AND phase = $phase AND number > $number ORDER BY session_hash",
+        f"SELECT DISTINCT session_hash FROM {_IN_ANY_PLACE} WHERE {_OF_KEY} AND number > $number "  # noqa: S608
+        "ORDER BY session_hash",
         {**key.values, "number": number},
     ).fetchall()
     return [row[0] for row in rows]
@@ -148,23 +160,34 @@ def sessions_after(cursor: duckdb.DuckDBPyConnection, key: TallyKey, number: int
 def repeated_sessions(cursor: duckdb.DuckDBPyConnection, key: TallyKey, number: int) -> set[str]:
     """Sessions of more than one part up to a number."""
     rows = cursor.execute(
-        "SELECT session_hash FROM parts JOIN histograms USING (content_id) WHERE fingerprint = $fingerprint "
-        "AND workload = $workload AND phase = $phase AND number <= $number GROUP BY session_hash HAVING count(*) > 1",
+        f"SELECT session_hash FROM {_IN_ANY_PLACE} WHERE {_OF_KEY} {_UP_TO} "  # noqa: S608
+        "GROUP BY session_hash HAVING count(*) > 1",
         {**key.values, "number": number},
     ).fetchall()
     return {row[0] for row in rows}
 
 
+def workloads_of(cursor: duckdb.DuckDBPyConnection, fingerprint: str, phase: Phase) -> list[str]:
+    """Workloads of a model that have parts in a phase, sorted."""
+    rows = cursor.execute(
+        f"SELECT DISTINCT workload FROM {_IN_ANY_PLACE} WHERE fingerprint = ? AND phase = ? ORDER BY workload",  # noqa: S608
+        [fingerprint, phase],
+    ).fetchall()
+    return [row[0] for row in rows]
+
+
 def rows_of_sessions(
-    cursor: duckdb.DuckDBPyConnection, key: TallyKey, hashes: Sequence[str]
+    cursor: duckdb.DuckDBPyConnection, folder: SegmentFolder, key: TallyKey, hashes: Sequence[str]
 ) -> tuple[Rows, IntArray] | None:
     """All rows of some sessions with their numbers; ``None`` if there are none."""
     cursor.register("wanted_sessions", pa.table({"session_hash": pa.array(hashes, pa.string())}))
     try:
-        batches = list(cursor.sql(_ROWS + _OF_SESSIONS, params=key.values).to_arrow_reader(1024))
+        found = cursor.sql(_COUNTS + _OF_SESSIONS, params=key.values).to_arrow_table()
+        moved = cursor.sql(_MOVED + _OF_SESSIONS, params=key.values).to_arrow_table()
     finally:
         cursor.unregister("wanted_sessions")
-    read = [_rows(batch) for batch in batches if batch.num_rows]
+    read = [_rows(found)] if found.num_rows else []
+    read += [_rows(table) for table in _from_segments(folder, key, moved, sparse=True)]
     if not read:
         return None
     return Rows.joined([rows for rows, _ in read]), np.concatenate([numbers for _, numbers in read])
@@ -172,17 +195,43 @@ def rows_of_sessions(
 
 def read_rows(
     cursor: duckdb.DuckDBPyConnection,
+    folder: SegmentFolder,
     key: TallyKey,
     number: int,
     *,
     held_out_only: bool = False,
     rows_per_batch: int = 512,
 ) -> Iterator[Rows]:
-    """All rows up to a number in batches of bounded size, in any order; one read of the table."""
-    query = _ROWS + _UP_TO + (_HELD_OUT if held_out_only else "")
-    for batch in cursor.sql(query, params={**key.values, "number": number}).to_arrow_reader(rows_per_batch):
+    """All rows up to a number in batches of bounded size, in any order; one read of the table and of each segment."""
+    which = _UP_TO + (_HELD_OUT if held_out_only else "")
+    values = {**key.values, "number": number}
+    moved = cursor.sql(_MOVED + which, params=values).to_arrow_table()
+    for batch in cursor.sql(_COUNTS + which, params=values).to_arrow_reader(rows_per_batch):
         if batch.num_rows:
-            yield _rows(batch)[0]
+            yield _rows(pa.Table.from_batches([batch]))[0]
+    for table in _from_segments(folder, key, moved, sparse=False):
+        yield _rows(table)[0]
+
+
+def _from_segments(folder: SegmentFolder, key: TallyKey, moved: pa.Table, *, sparse: bool) -> Iterator[pa.Table]:
+    """Rows with counts of ``moved``, which says what is where; ``sparse`` if they are few of those in a segment."""
+    places: dict[str, dict[str, int]] = {}
+    for index, (name, content_id) in enumerate(
+        zip(moved["segment"].to_pylist(), moved["content_id"].to_pylist(), strict=True)
+    ):
+        places.setdefault(str(name), {})[str(content_id)] = index
+    for name, wanted in places.items():
+        with folder.open(name) as segment:
+            tables = (t for one in sorted(wanted) for t in segment.between(one, one)) if sparse else segment.tables()
+            for table in tables:
+                ids = [str(content_id) for content_id in table["content_id"].to_pylist()]
+                phases = table["phase"].to_pylist()
+                chosen = [at for at, one in enumerate(ids) if one in wanted and phases[at] == key.phase]
+                if not chosen:
+                    continue
+                rows = moved.take([wanted[ids[at]] for at in chosen])
+                counts = table.take(chosen)
+                yield pa.table({name: (counts if name in counts.schema.names else rows)[name] for name in _COLUMNS})
 
 
 def _up_to(found: tuple[Rows, IntArray] | None, number: int) -> Rows | None:
@@ -193,23 +242,19 @@ def _up_to(found: tuple[Rows, IntArray] | None, number: int) -> Rows | None:
     return rows.take(old) if len(old) else None
 
 
-def _rows(batch: pa.RecordBatch) -> tuple[Rows, IntArray]:
+def _rows(table: pa.Table) -> tuple[Rows, IntArray]:
+    n_experts = table["n_experts"][0].as_py()
+    n_counts, n_layers = sum(n_experts), len(n_experts)
     rows = Rows(
-        [str(content_id) for content_id in batch.column("content_id").to_pylist()],
-        [str(session_hash) for session_hash in batch.column("session_hash").to_pylist()],
-        batch.column("received_day").cast(pa.int32()).to_numpy().astype(np.int64),
-        batch.column("tokens").to_numpy().astype(np.int64),
-        _matrix(batch, "counts"),
-        None if batch.column("reuse").null_count else _matrix(batch, "reuse"),
+        [str(content_id) for content_id in table["content_id"].to_pylist()],
+        [str(session_hash) for session_hash in table["session_hash"].to_pylist()],
+        table["received_day"].cast(pa.int32()).to_numpy().astype(np.int64),
+        table["tokens"].to_numpy().astype(np.int64),
+        _matrix(table, "counts", n_counts),
+        None if table["reuse"].null_count else _matrix(table, "reuse", n_counts + n_layers),
     )
-    return rows, batch.column("number").to_numpy()
+    return rows, table["number"].to_numpy()
 
 
-def _matrix(batch: pa.RecordBatch, name: str) -> IntArray:
-    column = cast("pa.ListArray[Any]", batch.column(name))
-    values = column.flatten().to_numpy()
-    if column.null_count or len(values) % batch.num_rows:
-        raise StorageError(f"histograms: {name} of different lengths for one model", "run spark-service verify")
-    # No count is above 2^53, so the sign bit is never set.
-    matrix: IntArray = values.view(np.int64).reshape(batch.num_rows, -1)
-    return matrix
+def _matrix(table: pa.Table, name: str, length: int) -> IntArray:
+    return np.stack([unpack_counts(bytes(packed), length) for packed in table[name].to_pylist() if packed is not None])
