@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 
+from spark_schemas.histogram import SessionHistogram
 from spark_schemas.ids import Phase
 from spark_schemas.manifest import PlacementManifest
+from spark_schemas.manifest_api import NearestWorkloads
 from spark_schemas.model import ModelShape
 from spark_schemas.profile import Profile, ProfileSummary
 from spark_schemas.split import split_of
@@ -14,6 +16,7 @@ from spark_service.builders import BuiltProfile, build_profile, revision_of
 from spark_service.db.store import Store
 from spark_service.errors import RequestError
 from spark_service.manifests import Budget, build_manifest
+from spark_service.nearest_workloads import GeneralHints, rank_workloads
 from spark_service.sessions import SessionPart
 
 __all__ = ["Catalog"]
@@ -28,6 +31,7 @@ class Catalog:
         self._built: OrderedDict[str, BuiltProfile | None] = OrderedDict()
         # One build at a time: a second request for the same profile finds it done.
         self._building = threading.Lock()
+        self._general = GeneralHints()
 
     def profile(self, fingerprint: str, workload: str, phase: Phase, sibling: str | None = None) -> Profile:
         """Return a profile. Raises :class:`RequestError` (404) when there is nothing to build it from."""
@@ -60,6 +64,18 @@ class Catalog:
             for workload in self._store.workloads(shape.fingerprint)
             if (built := self._build(shape, workload, phase)) is not None
         )
+
+    def nearest(self, fingerprint: str, phase: Phase, session: SessionHistogram) -> NearestWorkloads:
+        """Rank a model's workloads by the cold-hit rate of their profiles on one session, which is not kept.
+
+        Raises :class:`RequestError`: 404 for an unknown model or one without profiles, 422 without counts in the phase.
+        """
+        shape = self._require_model(fingerprint, None, session.workload)
+        return rank_workloads(shape, phase, session, self._known_profiles(shape, phase))
+
+    def _known_profiles(self, shape: ModelShape, phase: Phase) -> dict[str, BuiltProfile]:
+        names = self._store.workloads(shape.fingerprint)
+        return {name: built for name in names if (built := self._build(shape, name, phase)) is not None}
 
     def _build(self, shape: ModelShape, workload: str, phase: Phase) -> BuiltProfile | None:
         """Build or remember a profile; ``None`` without calibration sessions."""
@@ -111,7 +127,7 @@ class Catalog:
             return built
         known = self._store.workloads(shape.fingerprint)
         if workload not in known:
-            raise self._unknown_workload(shape, workload, known)
+            raise self._unknown_workload(shape, workload, known, phase)
         keys = self._store.part_keys(shape.fingerprint, phase)
         held_out = len({key.session_hash for key in keys if key.workload == workload})
         raise RequestError(
@@ -125,8 +141,9 @@ class Catalog:
             hint="upload more sessions of this workload: about four of five calibrate, the rest judge",
         )
 
-    def _unknown_workload(self, shape: ModelShape, workload: str, known: list[str]) -> RequestError:
+    def _unknown_workload(self, shape: ModelShape, workload: str, known: list[str], phase: Phase) -> RequestError:
         hint = f"record sessions of it and upload them: spark-agent record MODEL --workload {workload}"
+        hint += self._general.hint(shape, phase, self._store.generation, lambda: self._known_profiles(shape, phase))
         siblings = [other for other in self._store.siblings(shape.sibling, workload) if other != shape.fingerprint]
         if siblings:
             hint += f"; other quantisations of this model have it: {', '.join(siblings)}"

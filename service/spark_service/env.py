@@ -15,10 +15,12 @@ __all__ = [
     "DATA_DIR",
     "DB_MEMORY",
     "DB_THREADS",
+    "HISTORY_PER_KEY",
     "HOST",
     "MAX_BODY_BYTES",
     "MAX_INFLATED_BYTES",
     "PORT",
+    "READ_CACHE_BYTES",
     "TOKEN",
     "VARIABLES",
     "Variable",
@@ -92,6 +94,15 @@ MAX_INFLATED_BYTES: Variable[int] = Variable(
 )
 DB_MEMORY: Variable[str] = Variable("SPARKMOE_SERVICE_DB_MEMORY", _memory, "1GB", "memory limit of the database")
 DB_THREADS: Variable[int] = Variable("SPARKMOE_SERVICE_DB_THREADS", _integer(1, 256), 2, "threads of the database")
+HISTORY_PER_KEY: Variable[int] = Variable(
+    "SPARKMOE_SERVICE_HISTORY_PER_KEY",
+    _integer(1, 10_000),
+    20,
+    "manifests kept for rollback per model, workload, phase and budget",
+)
+READ_CACHE_BYTES: Variable[int] = Variable(
+    "SPARKMOE_SERVICE_READ_CACHE_BYTES", _integer(0, 2**40), 64 * 2**20, "most bytes of answers kept ready in memory"
+)
 
 VARIABLES: tuple[Variable[Any], ...] = (
     HOST,
@@ -102,4 +113,6 @@ VARIABLES: tuple[Variable[Any], ...] = (
     MAX_INFLATED_BYTES,
     DB_MEMORY,
     DB_THREADS,
+    HISTORY_PER_KEY,
+    READ_CACHE_BYTES,
 )

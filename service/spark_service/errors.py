@@ -5,6 +5,7 @@ SparkServiceError                  a message for people, a hint, an exit code
 ├── RefusedError                   refused for safety (exit code 3)
 ├── DataDirError                   the data folder cannot be created or written
 ├── AddressError                   the address cannot be listened on
+├── SigningKeyError                the key file of the data folder cannot be used
 ├── DatabaseError                  the database cannot be opened
 │   ├── DatabaseLockedError        another process owns the file
 │   ├── DatabaseFormatError        the file is damaged, or not this service's
@@ -28,6 +29,7 @@ __all__ = [
     "MigrationError",
     "RefusedError",
     "RequestError",
+    "SigningKeyError",
     "SparkServiceError",
     "StorageError",
     "StorageFullError",
@@ -61,6 +63,10 @@ class DataDirError(SparkServiceError):
 
 class AddressError(SparkServiceError):
     """The address cannot be listened on."""
+
+
+class SigningKeyError(SparkServiceError):
+    """The key that signs manifests, or its history, cannot be used; it is never replaced."""
 
 
 class DatabaseError(SparkServiceError):

@@ -57,7 +57,13 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
         store = Store.open(settings.database, memory=settings.db_memory, threads=settings.db_threads)
         try:
             limits = BodyLimits(settings.max_body_bytes, settings.max_inflated_bytes)
-            app = create_app(store, token=settings.token, limits=limits)
+            app = create_app(
+                store,
+                token=settings.token,
+                limits=limits,
+                history_per_key=settings.history_per_key,
+                cache_bytes=settings.read_cache_bytes,
+            )
             server = uvicorn.Server(
                 uvicorn.Config(
                     app,

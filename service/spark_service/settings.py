@@ -28,6 +28,8 @@ class Settings:
     max_inflated_bytes: int
     db_memory: str
     db_threads: int
+    history_per_key: int
+    read_cache_bytes: int
 
     @classmethod
     def resolve(cls, *, host: str | None = None, port: int | None = None, data_dir: Path | None = None) -> Self:
@@ -45,6 +47,8 @@ class Settings:
             max_inflated_bytes=env.MAX_INFLATED_BYTES.read(),
             db_memory=env.DB_MEMORY.read(),
             db_threads=env.DB_THREADS.read(),
+            history_per_key=env.HISTORY_PER_KEY.read(),
+            read_cache_bytes=env.READ_CACHE_BYTES.read(),
         )
 
     @property

@@ -17,6 +17,7 @@ from spark_schemas.api import PROBLEM_MEDIA_TYPE, Problem, ProfileList, UploadRe
 from spark_schemas.manifest import PlacementManifest
 from spark_schemas.profile import Profile
 from spark_service.app import create_app
+from spark_service.db.migrate import available
 from spark_service.db.store import Store
 from spark_service.inflate import BodyLimits
 
@@ -226,13 +227,18 @@ def test_every_operation_documents_problems(client: TestClient) -> None:
         "/api/v1/profiles",
         "/api/v1/profiles/{fingerprint}/{workload}",
         "/api/v1/manifests/{fingerprint}/{workload}",
+        "/api/v1/manifests/{fingerprint}/{workload}/diff",
+        "/api/v1/manifests/{fingerprint}/{workload}/history",
+        "/api/v1/admin/manifests/{fingerprint}/{workload}/pin",
+        "/api/v1/signing-key",
+        "/api/v1/workloads/nearest",
     }
 
 
 def test_probes(client: TestClient, store: Store) -> None:
     assert client.get("/healthz").json() == {"status": "ok"}
     assert client.get("/readyz").json() == {"status": "ok"}
-    assert client.get("/version").json()["schema_version"] == 1
+    assert client.get("/version").json()["schema_version"] == len(available())
     store.close()
     assert client.get("/healthz").status_code == 200
     unready = client.get("/readyz")

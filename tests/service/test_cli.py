@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from spark_service import cli
+from spark_service.db.migrate import available
 
 
 def run(*args: str, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -84,12 +85,13 @@ def test_migrate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
         assert run("migrate", "--data-dir", str(data_dir), *options, monkeypatch=monkeypatch) == 0
         return capsys.readouterr().out
 
-    assert migrate("--dry-run") == "would apply: 0001_histograms\n"
+    names = [f"{migration.version:04d}_{migration.name}" for migration in available()]
+    assert migrate("--dry-run") == f"would apply: {', '.join(names)}\n"
     assert not data_dir.exists()
     assert json.loads(migrate("--json")) == {
         "data_dir": str(data_dir),
-        "schema_version": 1,
+        "schema_version": len(names),
         "pending": [],
-        "applied": ["0001_histograms"],
+        "applied": names,
     }
-    assert migrate("--dry-run") == migrate() == "nothing to do: schema version 1\n"
+    assert migrate("--dry-run") == migrate() == f"nothing to do: schema version {len(names)}\n"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -16,6 +17,7 @@ from spark_schemas.histogram import HistogramUpload, SessionHistogram
 from spark_schemas.ids import Phase
 from spark_schemas.model import ExpertLayer, ModelShape
 from spark_service.db.connection import Database
+from spark_service.db.history import forget_session
 from spark_service.db.migrate import migrate, pending
 from spark_service.db.rows import histograms_table, parts_from_table, parts_table
 from spark_service.errors import RequestError, StorageError
@@ -60,6 +62,31 @@ class Store:
         with self._writing:
             self._database.close()
 
+    @property
+    def folder(self) -> Path:
+        """Where the database is."""
+        return self._database.path.parent
+
+    @property
+    def generation(self) -> int:
+        """A number that every write raises before it is acknowledged: what was read at one holds while it stays."""
+        return self._database.generation
+
+    @contextmanager
+    def reading(self) -> Iterator[duckdb.DuckDBPyConnection]:
+        """Give a cursor for one use in one thread."""
+        with self._database.cursor() as cursor:
+            yield cursor
+
+    @contextmanager
+    def writing(self, *, counted: bool = True) -> Iterator[duckdb.DuckDBPyConnection]:
+        """Wait for other writers and give a cursor inside a transaction.
+
+        Only what changes no answer of the API may leave ``counted`` out.
+        """
+        with self._writing, self._database.transaction(counted=counted) as cursor:
+            yield cursor
+
     def require_ready(self) -> None:
         """Raise :class:`StorageError` or :class:`MigrationError` unless the database answers and is migrated."""
         missing = pending(self._database)
@@ -102,6 +129,7 @@ class Store:
         """
         with self._writing, self._database.transaction() as cursor:
             cursor.execute("INSERT INTO deleted_sessions VALUES (?) ON CONFLICT DO NOTHING", [session_hash])
+            forget_session(cursor, session_hash)
             ids = cursor.execute("SELECT content_id FROM parts WHERE session_hash = ?", [session_hash]).fetchall()
             cursor.execute(
                 "DELETE FROM histograms WHERE content_id IN (SELECT content_id FROM parts WHERE session_hash = ?)",
