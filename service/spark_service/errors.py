@@ -5,6 +5,7 @@ SparkServiceError                  a message for people, a hint, an exit code
 ├── RefusedError                   refused for safety (exit code 3)
 ├── DataDirError                   the data folder cannot be created or written
 ├── AddressError                   the address cannot be listened on
+├── ServiceCallError               a running service did not do what this command line asked
 ├── SigningKeyError                the key file of the data folder cannot be used
 ├── DatabaseError                  the database cannot be opened
 │   ├── DatabaseLockedError        another process owns the file
@@ -29,6 +30,7 @@ __all__ = [
     "MigrationError",
     "RefusedError",
     "RequestError",
+    "ServiceCallError",
     "SigningKeyError",
     "SparkServiceError",
     "StorageError",
@@ -63,6 +65,10 @@ class DataDirError(SparkServiceError):
 
 class AddressError(SparkServiceError):
     """The address cannot be listened on."""
+
+
+class ServiceCallError(SparkServiceError):
+    """A running service could not be reached, or refused what the command line asked of it."""
 
 
 class SigningKeyError(SparkServiceError):

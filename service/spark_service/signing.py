@@ -61,8 +61,12 @@ class Signer:
         return Signature(loaded.info.key_id, loaded.private.sign(body))
 
     def stamp(self) -> tuple[int, int, int] | None:
-        """Changes whenever the key file does; ``None`` without one. Costs one ``stat``."""
-        return _stamp(self._key_path)
+        """Changes whenever the key file does; ``None`` where there is none to be seen. Costs one ``stat``."""
+        try:
+            return _stamp(self._key_path)
+        except SigningKeyError:
+            # Whoever signs next hears why.
+            return None
 
     def rotate(self) -> SigningKeyInfo:
         """Replace the key by a new one that the old one vouches for, and return what is public of it."""

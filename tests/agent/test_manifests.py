@@ -25,7 +25,8 @@ def test_the_latest_answer_is_kept(store, manifest):
     newer = manifest.model_copy(update={"n_calibration": 2})
     path = store.put(newer, KEY, '"2"')
     assert store.get(manifest.fingerprint, "chat") == newer
-    assert store.known(manifest.fingerprint, "chat", KEY) == (newer, '"2"')
+    known = store.known(manifest.fingerprint, "chat", KEY)
+    assert (known.manifest, known.etag, known.content) == (newer, '"2"', newer.model_dump_json().encode())
     assert [entry.name for entry in path.parent.iterdir()] == ["chat.json"]
 
 
@@ -72,7 +73,7 @@ def test_a_folder_in_its_place_is_as_good_as_none(store, manifest):
 def test_both_files_load(store, manifest, tmp_path):
     """What ``--output`` writes, and what the store keeps (``pull-profile`` prints its path)."""
     written = tmp_path / "manifest.json"
-    save_manifest(written, manifest)
+    save_manifest(written, manifest.model_dump_json().encode(), None)
     assert written.stat().st_mode & 0o777 == 0o644, "it is meant to be passed on"
     assert load_manifest(written) == manifest
     assert load_manifest(store.put(manifest, KEY, '"1"')) == manifest
