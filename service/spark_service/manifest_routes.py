@@ -155,6 +155,8 @@ def _add_reads(router: APIRouter, services: ManifestServices) -> None:
     ) -> Response:
         """The placement for a memory budget: the newest, or the pinned one, or with ``revision`` one of the past."""
         question = query.question(fingerprint, workload)
+        # Before the state is read, because the making of the first key changes it.
+        services.signer.info()
         return answer(
             request,
             if_none_match,
