@@ -3,11 +3,13 @@
 Usage: service_reads.py [--sessions N] [--layers L] [--experts E] [--connections C] [--seconds S] [--repeats R]
 [--out FILE]. Sessions are synthetic; the profile is built once, before anything is measured. Every answer is checked:
 its status, and for bodies their bytes. ``first_read_s`` is the read that builds the profile, ``another_budget_s`` the
-mean of reads that must place, sign and record a manifest anew.
+mean of reads that must place, sign and record a manifest anew. ``while_written`` has a commit every 50 ms beside it,
+after each of which the service must look whether the profile is still the same.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -20,6 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -36,6 +39,7 @@ from spark_schemas.split import split_of
 WORKLOAD = "code-heavy"
 UPLOADED_AT_ONCE = 10
 NEW_BUDGETS = 10
+WRITE_EVERY_SECONDS = 0.05
 _LENGTH = re.compile(rb"\r\ncontent-length: (\d+)\r\n", re.IGNORECASE)
 
 
@@ -131,41 +135,74 @@ def fill(connection: Connection, shape: ModelShape, sessions: int) -> None:
 def measure(base_url: str, path: str, etag: str | None, expected: bytes, connections: int, seconds: float) -> float:
     """Answers a second over several connections at once."""
     status = 200 if etag is None else 304
-    counts = [0] * connections
     opened = [Connection(base_url) for _ in range(connections)]
     start = threading.Barrier(connections + 1)
 
-    def ask(index: int) -> None:
-        connection = opened[index]
+    def ask(connection: Connection) -> int:
         request = connection.get(path, etag)
+        answered = 0
         start.wait()
         until = time.perf_counter() + seconds
         while time.perf_counter() < until:
             found, _, body = connection.request(request)
             if found != status or body != expected:
                 raise SystemExit(f"error: found {found} with {len(body)} bytes, expected {status}")
-            counts[index] += 1
+            answered += 1
+        return answered
 
-    threads = [threading.Thread(target=ask, args=(index,)) for index in range(connections)]
-    for thread in threads:
-        thread.start()
-    start.wait()
-    began = time.perf_counter()
-    for thread in threads:
-        thread.join()
-    took = time.perf_counter() - began
+    with ThreadPoolExecutor(connections) as threads:
+        asking = [threads.submit(ask, connection) for connection in opened]
+        start.wait()
+        began = time.perf_counter()
+        answered = sum(one.result() for one in asking)
+        took = time.perf_counter() - began
     for connection in opened:
         connection.close()
-    return sum(counts) / took
+    return answered / took
 
 
-def rates(base_url: str, path: str, etag: str, body: bytes, options: object) -> dict[str, list[float]]:
+@contextmanager
+def writing(base_url: str) -> Iterator[None]:
+    """Something is written every ``WRITE_EVERY_SECONDS``: a deletion of a session that is not there, committed."""
+    stop = threading.Event()
+
+    def write() -> int:
+        connection = Connection(base_url)
+        number = 0
+        while not stop.wait(WRITE_EVERY_SECONDS):
+            session_hash = hashlib.sha256(f"absent {number}".encode()).hexdigest()
+            head = f"DELETE /api/v1/sessions/{session_hash} HTTP/1.1\r\nHost: {connection.host}\r\n\r\n"
+            status, _, body = connection.request(head.encode())
+            if status != 200:
+                raise SystemExit(f"error: a deletion answered {status}: {body[:500]!r}")
+            number += 1
+        connection.close()
+        return number
+
+    with ThreadPoolExecutor(1) as thread:
+        written = thread.submit(write)
+        try:
+            yield
+        finally:
+            stop.set()
+        if not written.result():
+            raise SystemExit("error: nothing was written meanwhile")
+
+
+def rates(base_url: str, path: str, etag: str, body: bytes, options: argparse.Namespace) -> dict[str, list[int]]:
     """Repeated measurements of one resource."""
-    connections, seconds, repeats = options.connections, options.seconds, options.repeats  # type: ignore[attr-defined]
-    return {
-        name: [round(measure(base_url, path, tag, content, connections, seconds)) for _ in range(repeats)]
-        for name, tag, content in (("unchanged_304_per_s", etag, b""), ("bodies_200_per_s", None, body))
-    }
+    connections, seconds = options.connections, options.seconds
+    kinds = (("unchanged_304", etag, b""), ("bodies_200", None, body))
+    found: dict[str, list[int]] = {}
+    for _ in range(options.repeats):
+        for name, tag, content in kinds:
+            rate = measure(base_url, path, tag, content, connections, seconds)
+            found.setdefault(f"{name}_per_s", []).append(round(rate))
+    with writing(base_url):
+        for name, tag, content in kinds:
+            rate = measure(base_url, path, tag, content, connections, seconds)
+            found[f"{name}_per_s_while_written"] = [round(rate)]
+    return found
 
 
 def main() -> None:
@@ -193,6 +230,7 @@ def main() -> None:
             "sessions": options.sessions,
             "connections": options.connections,
             "seconds_each": options.seconds,
+            "write_every_s": WRITE_EVERY_SECONDS,
         }
         began = time.perf_counter()
         connection.request(connection.get(f"{manifest}{budget}"))
@@ -201,13 +239,16 @@ def main() -> None:
         for step in range(1, NEW_BUDGETS + 1):
             connection.request(connection.get(f"{manifest}{budget + step}"))
         result["another_budget_s"] = round((time.perf_counter() - began) / NEW_BUDGETS, 4)
+        connection.close()
         for name, path in (("manifest", f"{manifest}{budget}"), ("profile", profile)):
-            status, _, body = connection.request(connection.get(path))
+            # The one from before may have been idle for longer than the service allows.
+            once = Connection(base_url)
+            status, _, body = once.request(once.get(path))
+            once.close()
             if status != 200:
                 raise SystemExit(f"error: {path} answered {status}: {body[:500]!r}")
             etag = f'"{hashlib.sha256(body).hexdigest()}"'
             result[name] = {"body_bytes": len(body), **rates(base_url, path, etag, body, options)}
-        connection.close()
     report(result, options.out)
 
 

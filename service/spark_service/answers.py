@@ -24,6 +24,7 @@ MAX_AGE_SECONDS = 60.0
 """A profile whose weights follow the calendar changes without a write."""
 ENTRY_BYTES = 1024
 """What an entry costs besides its body, at most: keys, headers, bookkeeping."""
+MAKING_LOCKS = 64
 
 State = tuple[int, Hashable]
 """What an answer depends on besides its question: the store's generation and the stamp of the signing key."""
@@ -115,6 +116,19 @@ class AnswerCache:
         self.state = state
         self._clock = clock
         self._ready: ByteCache[tuple[str, bytes], _Ready] = ByteCache(max_bytes)
+        self._making = [threading.Lock() for _ in range(MAKING_LOCKS)]
+
+    def answer(self, path: str, query: bytes, make: Callable[[], Answer]) -> Answer:
+        """Return the answer that is held, or make it: of all who ask at once after a write, one does the work."""
+        with self._making[hash((path, query)) % MAKING_LOCKS]:
+            ready = self.get(path, query)
+            if ready is not None:
+                return ready.answer
+            # Before anything is read: what is written meanwhile makes the answer one of the past at once.
+            state = self.state()
+            made = make()
+            self.put(path, query, state, made)
+            return made
 
     def get(self, path: str, query: bytes) -> _Ready | None:
         """Return an answer that still holds."""

@@ -109,10 +109,7 @@ def manifest_router(services: ManifestServices) -> APIRouter:
 
 def _add_reads(router: APIRouter, services: ManifestServices) -> None:
     def answer(request: Request, if_none_match: str | None, make: Callable[[], Answer]) -> Response:
-        # Before anything is read: what is written meanwhile makes the answer one of the past at once.
-        state = services.answers.state()
-        made = make()
-        services.answers.put(request.scope["path"], request.scope["query_string"], state, made)
+        made = services.answers.answer(request.scope["path"], request.scope["query_string"], make)
         return made.response(if_none_match)
 
     @router.get(f"{API_PREFIX}/profiles", response_model=ProfileList)

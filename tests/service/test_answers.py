@@ -114,6 +114,42 @@ def test_what_changes_while_an_answer_is_made_is_not_missed(world: World) -> Non
     assert cache.get("/api/x", b"") is None
 
 
+def test_of_all_who_ask_at_once_one_does_the_work(world: World) -> None:
+    cache = world.cache()
+    asked, answers = [], []
+    entered, release = threading.Event(), threading.Event()
+
+    def make() -> Answer:
+        asked.append(1)
+        entered.set()
+        release.wait(20)
+        return Answer.of(f"{world.generation}".encode())
+
+    threads = [
+        threading.Thread(target=lambda: answers.append(cache.answer("/api/x", b"", make).body)) for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    assert entered.wait(20)
+    release.set()
+    for thread in threads:
+        thread.join()
+    assert (len(asked), answers) == (1, [b"0"] * 8)
+    world.generation += 1
+    assert cache.answer("/api/x", b"", make).body == b"1"
+
+
+def test_a_failure_is_everyones_own(world: World) -> None:
+    cache = world.cache()
+
+    def fail() -> Answer:
+        raise ValueError("not now")
+
+    with pytest.raises(ValueError, match="not now"):
+        cache.answer("/api/x", b"", fail)
+    assert cache.answer("/api/x", b"", lambda: Answer.of(b"1")).body == b"1"
+
+
 OPERATIONS = st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 12)), max_size=60)
 
 
