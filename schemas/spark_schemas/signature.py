@@ -17,6 +17,7 @@ from pydantic import Field, StringConstraints
 from spark_schemas.base import Schema
 
 __all__ = [
+    "MAX_ROTATIONS",
     "PINNED_HEADER",
     "SIGNATURE_HEADER",
     "KeyId",
@@ -32,6 +33,9 @@ __all__ = [
 SIGNATURE_HEADER = "Spark-Signature"
 PINNED_HEADER = "Spark-Pinned"
 """Names the profile revision that an administrator has the service serve in place of the newest."""
+
+MAX_ROTATIONS = 1000
+"""Statements that are shown: agents further behind must be told the new key."""
 
 KeyId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 """First half of the SHA-256 of the 32 bytes of a public key: what people compare."""
@@ -59,7 +63,7 @@ class SigningKeyInfo(Schema):
     algorithm: Literal["ed25519"] = "ed25519"
     key: PublicKey
     key_id: KeyId
-    rotations: Annotated[tuple[Rotation, ...], Field(max_length=1000, fail_fast=True)] = ()
+    rotations: Annotated[tuple[Rotation, ...], Field(max_length=MAX_ROTATIONS, fail_fast=True)] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Header, Path, Query, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import ClientDisconnect
 
 from spark_schemas.api import API_PREFIX, ProfileList
@@ -23,13 +23,14 @@ from spark_service.catalog import Catalog
 from spark_service.db.history import Question
 from spark_service.errors import RequestError
 from spark_service.inflate import BodyLimits, inflate, read_body, require_encoding
-from spark_service.ingest import parse_upload, require_json
+from spark_service.ingest import excerpt, parse_upload, require_json
 from spark_service.served import ServedManifests
 from spark_service.signing import Signer
 
-__all__ = ["ADMIN_PREFIX", "ManifestServices", "manifest_router"]
+__all__ = ["ADMIN_PREFIX", "MAX_PIN_BYTES", "ManifestServices", "manifest_router"]
 
 ADMIN_PREFIX = f"{API_PREFIX}/admin"
+MAX_PIN_BYTES = 4096
 
 _PathFingerprint = Annotated[Fingerprint, Path()]
 _PathWorkload = Annotated[WorkloadName, Path()]
@@ -191,19 +192,67 @@ def _add_history(router: APIRouter, served: ServedManifests) -> None:
         """What changed between two revisions of a manifest."""
         return served.diff(query.question(fingerprint, workload), query.before, query.after)
 
-    @router.post(f"{ADMIN_PREFIX}/manifests/{{fingerprint}}/{{workload}}/pin")
-    def pin(
-        fingerprint: _PathFingerprint, workload: _PathWorkload, query: Annotated[_Query, Query()], body: PinRequest
-    ) -> Pin:
+    @router.post(
+        f"{ADMIN_PREFIX}/manifests/{{fingerprint}}/{{workload}}/pin",
+        response_model=Pin,
+        openapi_extra={
+            "requestBody": {
+                "required": True,
+                "content": {"application/json": {"schema": PinRequest.model_json_schema()}},
+            }
+        },
+    )
+    async def pin(
+        request: Request, fingerprint: _PathFingerprint, workload: _PathWorkload, query: Annotated[_Query, Query()]
+    ) -> Response:
         """Roll back: serve this profile revision, whatever is newer, until it is unpinned."""
-        served.pin(fingerprint, workload, query.phase, body.revision)
-        return Pin(fingerprint=fingerprint, workload=workload, phase=query.phase, revision=body.revision)
+        require_json(request.headers.get("content-type"))
+        wanted = _pin_request(await _small_body(request))
+        await run_sync(served.pin, fingerprint, workload, query.phase, wanted.revision)
+        pinned = Pin(fingerprint=fingerprint, workload=workload, phase=query.phase, revision=wanted.revision)
+        return Response(pinned.model_dump_json(), media_type="application/json")
 
     @router.delete(f"{ADMIN_PREFIX}/manifests/{{fingerprint}}/{{workload}}/pin")
     def unpin(fingerprint: _PathFingerprint, workload: _PathWorkload, query: Annotated[_Query, Query()]) -> Pin:
         """Serve the newest again. Nothing pinned is no error: the end is the same."""
         served.unpin(fingerprint, workload, query.phase)
         return Pin(fingerprint=fingerprint, workload=workload, phase=query.phase, revision=None)
+
+
+async def _small_body(request: Request) -> bytes:
+    """A body of at most :data:`MAX_PIN_BYTES`; raises :class:`RequestError` (413)."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_PIN_BYTES:
+            raise RequestError(
+                413,
+                "body_too_large",
+                f"body: found more than {MAX_PIN_BYTES} bytes, expected at most that",
+                field="body",
+                found=f"more than {MAX_PIN_BYTES} bytes",
+                expected=f"at most {MAX_PIN_BYTES} bytes",
+                hint='send {"revision": "64 hex digits"}',
+            )
+    return bytes(body)
+
+
+def _pin_request(body: bytes) -> PinRequest:
+    try:
+        return PinRequest.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        field = ".".join(["body", *(str(part) for part in first["loc"])])
+        found = "nothing" if first["type"] == "missing" else excerpt(first["input"])
+        raise RequestError(
+            422,
+            "invalid_pin",
+            f"{field}: found {found}, expected: {first['msg']}",
+            field=field,
+            found=found,
+            expected=first["msg"],
+            hint='send {"revision": "64 hex digits"}; GET …/history lists revisions',
+        ) from error
 
 
 def _add_nearest(router: APIRouter, services: ManifestServices) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,30 +23,45 @@ from spark_service.nearest import NEAREST_RESIDENCY, Judged, most_general, rank_
 __all__ = ["GeneralHints", "general_hint", "rank_workloads"]
 
 MAX_HINTS = 256
+RESTS_PER_MEASUREMENT = 20
 
 
 class GeneralHints:
-    """Hints by model and phase, measured once per generation of the store: a wrong name must not cost a measurement."""
+    """Hints by model and phase, measured anew when something was written since.
 
-    def __init__(self) -> None:
-        self._hints: OrderedDict[tuple[str, Phase], tuple[int, str]] = OrderedDict()
+    Measuring takes at most a twentieth of the time: wrong names must not keep the service busy.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._hints: OrderedDict[tuple[str, Phase], _Hint] = OrderedDict()
         self._lock = threading.Lock()
 
     def hint(
         self, shape: ModelShape, phase: Phase, generation: int, profiles: Callable[[], Mapping[str, BuiltProfile]]
     ) -> str:
-        """The hint for a model, measured from its ``profiles`` unless nothing was written since."""
+        """The hint for a model, measured from its ``profiles`` unless the last one is still good."""
         key = (shape.fingerprint, phase)
         with self._lock:
+            began_seconds = self._clock()
             found = self._hints.get(key)
-            if found is not None and found[0] == generation:
-                return found[1]
+            if found is not None and (found.generation == generation or began_seconds < found.good_until_seconds):
+                return found.text
             text = general_hint(shape, profiles())
-            self._hints[key] = (generation, text)
+            ended_seconds = self._clock()
+            rest_seconds = RESTS_PER_MEASUREMENT * (ended_seconds - began_seconds)
+            self._hints[key] = _Hint(generation, text, ended_seconds + rest_seconds)
             self._hints.move_to_end(key)
             while len(self._hints) > MAX_HINTS:
                 self._hints.popitem(last=False)
             return text
+
+
+@dataclass(frozen=True, slots=True)
+class _Hint:
+    generation: int
+    text: str
+    good_until_seconds: float
 
 
 def general_hint(shape: ModelShape, profiles: Mapping[str, BuiltProfile]) -> str:

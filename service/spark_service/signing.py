@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter, ValidationError
 
-from spark_schemas.signature import Rotation, Signature, SigningKeyInfo, key_id_of, key_text, rotation_message
+from spark_schemas.signature import (
+    MAX_ROTATIONS,
+    Rotation,
+    Signature,
+    SigningKeyInfo,
+    key_id_of,
+    key_text,
+    rotation_message,
+)
 from spark_service.errors import SigningKeyError
 
 if TYPE_CHECKING:
@@ -119,7 +127,7 @@ def _leading_to(key: str, rotations: tuple[Rotation, ...]) -> tuple[Rotation, ..
         if rotation.new_key == key:
             chain.append(rotation)
             key = rotation.old_key
-    return tuple(reversed(chain))
+    return tuple(reversed(chain[:MAX_ROTATIONS]))
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

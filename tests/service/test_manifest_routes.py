@@ -239,9 +239,32 @@ def test_a_deletion_ends_a_pin(filled: TestClient, path: str, pin_path: str, mak
     problem(filled.get(path, params={**BUDGET, "revision": revision}), 404, "unknown_revision")
 
 
-@pytest.mark.parametrize("body", [b"", b"{}", b'{"revision": "x"}', b'{"revision": 1}', b"[]", b'{"x": 1}'])
-def test_bad_pins(filled: TestClient, pin_path: str, body: bytes) -> None:
-    problem(filled.post(pin_path, content=body, headers=JSON), 422, "invalid_parameter")
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (b"", "body"),
+        (b"{", "body"),
+        (b"[]", "body"),
+        (b"[" * 4000, "body"),
+        (b"\xff", "body"),
+        (b"{}", "body.revision"),
+        (b'{"revision": "x"}', "body.revision"),
+        (b'{"revision": NaN}', "body.revision"),
+        (b'{"revision": null}', "body.revision"),
+        (f'{{"revision": "{"0" * 64}", "x": 1}}'.encode(), "body.x"),
+    ],
+)
+def test_bad_pins(filled: TestClient, pin_path: str, body: bytes, field: str) -> None:
+    found = problem(filled.post(pin_path, content=body, headers=JSON), 422, "invalid_pin")
+    assert found.field == field
+    assert found.hint
+
+
+def test_a_pin_is_small_and_json(filled: TestClient, pin_path: str) -> None:
+    problem(filled.post(pin_path, content=b" " * 4097, headers=JSON), 413, "body_too_large")
+    problem(filled.post(pin_path, content=iter([b" "] * 4097), headers=JSON), 413, "body_too_large")
+    problem(filled.post(pin_path, content=b"{}"), 415, "unsupported_media_type")
+    problem(filled.post(f"{pin_path}?x=1", content=b"{}", headers=JSON), 422, "invalid_parameter")
 
 
 def test_diff(filled: TestClient, path: str, add: Any) -> None:

@@ -111,6 +111,13 @@ def test_a_rotation_that_is_cut_short_keeps_the_old_key(
     assert len(chain_of(after)) == done_before + 2
 
 
+def test_the_oldest_statements_fall_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spark_service.signing.MAX_ROTATIONS", 3)
+    signer = Signer(tmp_path)
+    keys = [signer.rotate().key for _ in range(6)]
+    assert chain_of(signer.info()) == chain_of(Signer(tmp_path).info()) == keys[-4:]
+
+
 def other_kind() -> bytes:
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
