@@ -222,3 +222,32 @@ def test_many_threads_write_and_read(store: Store, make: Any) -> None:
         receipts = list(pool.map(send, range(24)))
     assert sum(accepted for accepted, _ in receipts) == 8
     assert len(store.part_keys(shape.fingerprint, "decode")) == 8
+
+
+def test_every_write_raises_the_generation_before_it_is_acknowledged(store: Store, make: Any) -> None:
+    shape = make.shape()
+    seen = [store.generation]
+
+    def rose() -> bool:
+        seen.append(store.generation)
+        return seen[-1] > seen[-2]
+
+    upload = make.upload(shape, make.sessions(shape, 2, 1))
+    store.add_upload(upload, "a", "a")
+    assert rose()
+    store.delete_session(make.hash(0))
+    assert rose()
+    # What a refused write left is for the database to say: readers look again.
+    with pytest.raises(RequestError):
+        store.add_upload(upload, "a", "another body")
+    assert rose()
+    store.part_keys(shape.fingerprint, "decode")
+    store.workloads(shape.fingerprint)
+    with store.reading() as cursor:
+        cursor.execute("SELECT 1").fetchall()
+    with store.writing(counted=False):
+        pass
+    assert not rose()
+    with store.writing():
+        assert not rose(), "not before the end"
+    assert rose()
