@@ -13,6 +13,8 @@ import typer
 from spark_service import version
 from spark_service.commands import records, tokens
 from spark_service.errors import SparkServiceError
+from spark_service.key_cli import key_app
+from spark_service.manifest_cli import manifest_app
 from spark_service.settings import Settings
 
 __all__ = ["app", "main"]
@@ -25,6 +27,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+app.add_typer(key_app, name="key")
+app.add_typer(manifest_app, name="manifest")
 
 _DataDir = Annotated[
     Path | None,

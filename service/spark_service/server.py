@@ -75,6 +75,8 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
                 keyring=keyring,
                 limits=limits,
                 rates=settings.rates,
+                history_per_key=settings.history_per_key,
+                cache_bytes=settings.read_cache_bytes,
             )
             if settings.open_access:
                 app.add_middleware(LocalOnly)

@@ -89,16 +89,29 @@ class Store:
         with self._writing:
             self._database.close()
 
-    @contextmanager
-    def writing(self) -> Iterator[duckdb.DuckDBPyConnection]:
-        """Give the one writer's cursor inside a transaction. Raises :class:`StorageError`."""
-        with self._writing, self._database.transaction() as cursor:
-            yield cursor
+    @property
+    def folder(self) -> Path:
+        """Where the database is."""
+        return self._database.path.parent
+
+    @property
+    def generation(self) -> int:
+        """A number that every write raises before it is acknowledged: what was read at one holds while it stays."""
+        return self._database.generation
 
     @contextmanager
     def reading(self) -> Iterator[duckdb.DuckDBPyConnection]:
-        """Give a cursor for reading. Raises :class:`StorageError`."""
+        """Give a cursor for one use in one thread."""
         with self._database.cursor() as cursor:
+            yield cursor
+
+    @contextmanager
+    def writing(self, *, counted: bool = True) -> Iterator[duckdb.DuckDBPyConnection]:
+        """Wait for other writers and give a cursor inside a transaction.
+
+        Only what changes no answer of the API may leave ``counted`` out.
+        """
+        with self._writing, self._database.transaction(counted=counted) as cursor:
             yield cursor
 
     def require_ready(self) -> None:
@@ -175,12 +188,12 @@ class Store:
     @contextmanager
     def snapshot(self) -> Iterator[duckdb.DuckDBPyConnection]:
         """Give a cursor that sees the database as it is now, whatever is written meanwhile."""
-        with self._database.transaction() as cursor:
+        with self._database.transaction(counted=False) as cursor:
             yield cursor
 
     def keep_tally(self, key: TallyKey, counted: Counted, deletions: int) -> bool:
         """Store a tally, unless a session was deleted since the number of :attr:`deletions` was ``deletions``."""
-        with self.writing() as cursor:
+        with self.writing(counted=False) as cursor:
             if self._deletions != deletions:
                 return False
             save_tally(cursor, key, counted)
