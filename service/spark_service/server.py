@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import socket
@@ -75,6 +76,9 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
                 )
             )
             _stop_on_signals(server)
+            # What was made up to here lives as long as the process: no garbage collection needs to look at it again.
+            gc.collect()
+            gc.freeze()
             announce(_base_url(settings.host, listener))
             with segment_mover(store, settings.segment_after_days):
                 server.run(sockets=[listener])
