@@ -84,7 +84,8 @@ class Connection:
 @contextmanager
 def serving(folder: Path) -> Iterator[str]:
     """A service process of its own; give its address."""
-    command = [sys.executable, "-m", "spark_service.cli", "run", "-p", "0", "--json", "--data-dir", str(folder)]
+    command = [sys.executable, "-m", "spark_service.cli", "run", "--open", "-p", "0", "--json"]
+    command += ["--data-dir", str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         if process.stdout is None:
             raise AssertionError("stdout is a pipe")

@@ -31,7 +31,7 @@ from spark_service.db.migrate import available
 from spark_service.db.store import Store
 from spark_service.errors import RequestError
 from spark_service.executors import Executor
-from spark_service.inflate import BodyLimits, inflate, read_body, require_encoding
+from spark_service.inflate import BodyLimits, inflate, is_small, read_body, require_encoding
 from spark_service.ingest import require_idempotency_key, require_json
 from spark_service.keyring import Keyring
 from spark_service.manifest_routes import ManifestServices, manifest_router
@@ -165,7 +165,12 @@ def _add_writes(app: FastAPI, store: Store, limits: BodyLimits) -> None:
             body = await read_body(request.stream(), request.headers.get("content-length"), limits.body_bytes)
         except ClientDisconnect as error:
             raise RequestError(400, "body_incomplete", "body: the connection ended before the body did") from error
-        receipt = await asyncio.wrap_future(await run_sync(take, body, encoding, key, actor_of(request), limiter=slots))
+        if is_small(body, encoding):
+            # Handing it to a thread and back would take about as long as reading it does.
+            committed = take(body, encoding, key, actor_of(request))
+        else:
+            committed = await run_sync(take, body, encoding, key, actor_of(request), limiter=slots)
+        receipt = await asyncio.wrap_future(committed)
         return Response(receipt.model_dump_json(), 202, media_type="application/json")
 
     @app.delete(f"{API_PREFIX}/sessions/{{session_hash}}")

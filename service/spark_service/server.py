@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import socket
@@ -91,6 +92,9 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
                 )
             )
             _stop_on_signals(server)
+            # What was made up to here lives as long as the process: no garbage collection needs to look at it again.
+            gc.collect()
+            gc.freeze()
             announce(_base_url(settings.host, listener))
             with (
                 Housekeeping(store, keyring, settings.retention_days),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,8 +28,6 @@ from spark_service.db.rows import (
     PART_COLUMNS,
     histograms_table,
     parts_from_table,
-    parts_table,
-    receipts_table,
     repacked_table,
 )
 from spark_service.db.scan import snapshot
@@ -314,11 +312,32 @@ def _write(cursor: duckdb.DuckDBPyConnection, batch: Batch) -> None:
             "INSERT INTO models VALUES (?, ?, ?)", [model.fingerprint, model.sibling, model.model_dump_json()]
         )
     if batch.sessions:
-        _insert(cursor, "parts", parts_table(batch.sessions))
+        stored = batch.sessions.values()
+        parts: dict[str, list[str]] = {
+            "content_id": list(batch.sessions),
+            "fingerprint": [model.fingerprint for model, _ in stored],
+            "workload": [session.workload for _, session in stored],
+            "session_hash": [session.session_hash for _, session in stored],
+            "split": [session.split for _, session in stored],
+        }
+        _insert_columns(cursor, "parts", parts)
         _insert(cursor, "histograms", histograms_table(batch.sessions))
     if batch.receipts:
-        _insert(cursor, "uploads", receipts_table(batch.receipts))
+        receipts: dict[str, Sequence[object]] = {
+            "idempotency_key": list(batch.receipts),
+            "body_sha256": [stored.body_sha256 for stored in batch.receipts.values()],
+            "accepted": [stored.receipt.accepted for stored in batch.receipts.values()],
+            "duplicates": [stored.receipt.duplicates for stored in batch.receipts.values()],
+        }
+        _insert_columns(cursor, "uploads", receipts)
         record_uploads(cursor, batch.entries)
+
+
+def _insert_columns(cursor: duckdb.DuckDBPyConnection, table: str, columns: Mapping[str, Sequence[object]]) -> None:
+    """Insert a few short values: as parameters, because registering an Arrow table costs more than they do."""
+    # Names of tables and columns are this module's own.
+    values = ", ".join(f"unnest(?) AS {name}" for name in columns)
+    cursor.execute(f"INSERT INTO {table} BY NAME SELECT {values}", list(columns.values()))
 
 
 def _insert(cursor: duckdb.DuckDBPyConnection, table: str, batch: pa.Table) -> None:
