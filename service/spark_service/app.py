@@ -20,6 +20,7 @@ from spark_schemas.manifest import PlacementManifest
 from spark_schemas.profile import Profile
 from spark_service import problems, version
 from spark_service.auth import BearerToken
+from spark_service.backup_routes import add_backups
 from spark_service.catalog import Catalog
 from spark_service.conditional import conditional_json
 from spark_service.db.migrate import available
@@ -105,6 +106,7 @@ def create_app(store: Store, *, token: str | None = None, limits: BodyLimits | N
     _add_probes(app, store)
     _add_writes(app, store, limits or BodyLimits())
     _add_reads(app, catalog)
+    add_backups(app, store)
     _describe_bodies(app)
     return app
 

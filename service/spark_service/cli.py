@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from spark_service import version
+from spark_service.cli_backup import add_backup_commands
 from spark_service.errors import SparkServiceError
 from spark_service.settings import Settings
 
@@ -24,6 +25,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+add_backup_commands(app)
 
 _DataDir = Annotated[
     Path | None,

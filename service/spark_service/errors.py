@@ -9,6 +9,8 @@ SparkServiceError                  a message for people, a hint, an exit code
 │   ├── DatabaseLockedError        another process owns the file
 │   ├── DatabaseFormatError        the file is damaged, or not this service's
 │   └── MigrationError             the schema is newer than this program, or was changed
+├── BackupError                    a backup cannot be written, or is not whole
+├── VerificationError              what is stored contradicts itself
 ├── StorageError                   the open database refused an operation (HTTP 503)
 │   └── StorageFullError           no room left for it (HTTP 507)
 └── RequestError                   what a client sent or asked for is wrong (HTTP 4xx, with a stable code)
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 __all__ = [
     "AddressError",
+    "BackupError",
     "DataDirError",
     "DatabaseError",
     "DatabaseFormatError",
@@ -31,6 +34,7 @@ __all__ = [
     "SparkServiceError",
     "StorageError",
     "StorageFullError",
+    "VerificationError",
 ]
 
 
@@ -77,6 +81,14 @@ class DatabaseFormatError(DatabaseError):
 
 class MigrationError(DatabaseError):
     """The schema is newer than this program, or its history was changed."""
+
+
+class BackupError(SparkServiceError):
+    """A backup cannot be written, or one that is read is damaged, foreign or newer than this program."""
+
+
+class VerificationError(SparkServiceError):
+    """What is stored contradicts itself."""
 
 
 class StorageError(SparkServiceError):

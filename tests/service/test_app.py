@@ -226,6 +226,8 @@ def test_every_operation_documents_problems(client: TestClient) -> None:
         "/api/v1/profiles",
         "/api/v1/profiles/{fingerprint}/{workload}",
         "/api/v1/manifests/{fingerprint}/{workload}",
+        "/api/v1/admin/backup",
+        "/api/v1/admin/backups/{name}",
     }
 
 

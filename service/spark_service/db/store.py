@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -18,6 +19,7 @@ from spark_schemas.model import ExpertLayer, ModelShape
 from spark_service.db.connection import Database
 from spark_service.db.migrate import migrate, pending
 from spark_service.db.rows import histograms_table, parts_from_table, parts_table
+from spark_service.db.snapshot import copy_snapshot, link_files
 from spark_service.errors import RequestError, StorageError
 from spark_service.sessions import SessionPart
 
@@ -40,6 +42,7 @@ class Store:
         self._database = database
         # DuckDB would let two writers race and fail one of them; here the second one waits.
         self._writing = threading.Lock()
+        self._copying = threading.Lock()
 
     @classmethod
     def open(cls, path: Path, *, memory: str = "1GB", threads: int = 2) -> Self:
@@ -56,9 +59,27 @@ class Store:
         return cls(database)
 
     def close(self) -> None:
-        """Wait for a running write, then checkpoint and close."""
-        with self._writing:
+        """Wait for a running write and a running copy, then checkpoint and close."""
+        with self._copying, self._writing:
             self._database.close()
+
+    @property
+    def path(self) -> Path:
+        """The database file."""
+        return self._database.path
+
+    def copy_to(self, database: Path, *, beside: Path, beside_copy: Path) -> None:
+        """Copy what is committed now, into files that must not exist, while uploads go on.
+
+        ``beside`` is the folder of immutable files that belongs to the database; they are linked into ``beside_copy``
+        at the same moment. Raises :class:`StorageError`.
+        """
+        with self._copying, ExitStack() as stack:
+            # Writers wait for the checkpoint and the links, not for the copy.
+            with self._writing:
+                descriptor = stack.enter_context(self._database.frozen())
+                link_files(beside, beside_copy)
+            copy_snapshot(descriptor, database)
 
     def require_ready(self) -> None:
         """Raise :class:`StorageError` or :class:`MigrationError` unless the database answers and is migrated."""
