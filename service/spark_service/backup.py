@@ -29,7 +29,19 @@ from spark_service.errors import (
 )
 from spark_service.settings import DATABASE_NAME, Settings
 
-__all__ = ["Backup", "backup_offline", "put_in_place", "require_free", "restore", "seal", "working_folder"]
+__all__ = [
+    "WORKING_PREFIX",
+    "Backup",
+    "backup_offline",
+    "put_in_place",
+    "require_free",
+    "restore",
+    "seal",
+    "working_folder",
+]
+
+WORKING_PREFIX = ".spark-"
+"""How the names of working folders begin; a process that is killed leaves its own."""
 
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EMLINK)
 
@@ -52,7 +64,7 @@ def working_folder(parent: Path) -> Iterator[Path]:
     """
     try:
         parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".spark-", dir=parent) as folder:
+        with tempfile.TemporaryDirectory(prefix=WORKING_PREFIX, dir=parent) as folder:
             yield Path(folder)
     except OSError as error:
         kind = StorageFullError if is_no_room(error) else BackupError

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import multiprocessing
 import secrets
+import shutil
 import threading
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -17,7 +18,7 @@ from fastapi.responses import FileResponse
 from pydantic import BaseModel, Field, StringConstraints
 
 from spark_schemas.api import API_PREFIX
-from spark_service.backup import seal, working_folder
+from spark_service.backup import WORKING_PREFIX, seal, working_folder
 from spark_service.backup_format import SEGMENTS_NAME
 from spark_service.db.checksums import TableSum
 from spark_service.db.store import Store
@@ -94,6 +95,9 @@ def add_backups(app: FastAPI, store: Store) -> None:
 def _make_backup(store: Store, folder: Path) -> BackupReceipt:
     moment = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
     target = folder / f"spark-backup-{moment}-{secrets.token_hex(4)}.tar"
+    # Of earlier processes that were killed; this one makes one backup at a time.
+    for left_over in folder.glob(f"{WORKING_PREFIX}*"):
+        shutil.rmtree(left_over)
     with working_folder(folder) as work:
         store.copy_to(work / DATABASE_NAME, beside=store.path.parent / SEGMENTS_NAME, beside_copy=work / SEGMENTS_NAME)
         # Reading every row back takes a processor and memory: uploads shall not share theirs.
