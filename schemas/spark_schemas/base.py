@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated, Any, Literal
 
-__all__ = ["Schema"]
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+__all__ = ["FirstVersion", "Schema"]
+
+
+def _require_integer(value: Any) -> Any:
+    # A literal alone takes whatever equals it, and both true and 1.0 equal 1.
+    if type(value) is not int:
+        raise ValueError("Input should be the integer 1")
+    return value
+
+
+FirstVersion = Annotated[Literal[1], BeforeValidator(_require_integer)]
+"""The only version of a schema so far."""
 
 
 class Schema(BaseModel):

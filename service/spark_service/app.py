@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import anyio
 from anyio.to_thread import run_sync
-from fastapi import FastAPI, Header, Path, Query, Request, Response
+from fastapi import Depends, FastAPI, Header, Path, Query, Request, Response
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.json_schema import models_json_schema
@@ -29,6 +29,7 @@ from spark_service.errors import RequestError
 from spark_service.inflate import BodyLimits, inflate, read_body, require_encoding
 from spark_service.ingest import parse_upload, require_idempotency_key, require_json
 from spark_service.manifests import Budget
+from spark_service.single_keys import require_single_parameters
 
 __all__ = ["Alive", "Deleted", "Version", "create_app"]
 
@@ -98,6 +99,7 @@ def create_app(store: Store, *, token: str | None = None, limits: BodyLimits | N
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        dependencies=[Depends(require_single_parameters)],
         responses={"default": {"description": "Problem details", "content": _schema(Problem, PROBLEM_MEDIA_TYPE)}},
     )
     problems.install(app)
