@@ -27,4 +27,12 @@ class Schema(BaseModel):
     change after validation. Read untrusted JSON with ``model_validate_json``.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        # What stands under a field is its description in the exported schemas, too.
+        use_attribute_docstrings=True,
+    )

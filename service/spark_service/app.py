@@ -8,17 +8,15 @@ from typing import Annotated, Any, Literal
 import anyio
 from anyio.to_thread import run_sync
 from fastapi import Depends, FastAPI, Header, Path, Query, Request, Response
-from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel, ConfigDict, Field
-from pydantic.json_schema import models_json_schema
 from starlette.requests import ClientDisconnect
 
 from spark_schemas.api import API_PREFIX, PROBLEM_MEDIA_TYPE, Problem, ProfileList, UploadReceipt
-from spark_schemas.histogram import HistogramUpload
 from spark_schemas.ids import MAX_COUNT, Fingerprint, Phase, SessionHash, SiblingId, WorkloadName
 from spark_schemas.manifest import PlacementManifest
 from spark_schemas.profile import Profile
 from spark_service import problems, version
+from spark_service.api_document import UPLOAD_EXTRA, install_document
 from spark_service.auth import BearerToken
 from spark_service.backup_routes import add_backups
 from spark_service.catalog import Catalog
@@ -109,7 +107,7 @@ def create_app(store: Store, *, token: str | None = None, limits: BodyLimits | N
     _add_writes(app, store, limits or BodyLimits())
     _add_reads(app, catalog)
     add_backups(app, store)
-    _describe_bodies(app)
+    install_document(app)
     return app
 
 
@@ -144,16 +142,10 @@ def _add_writes(app: FastAPI, store: Store, limits: BodyLimits) -> None:
         f"{API_PREFIX}/histograms",
         status_code=202,
         response_model=UploadReceipt,
-        openapi_extra={
-            "requestBody": {"required": True, "content": _schema(HistogramUpload, "application/json")},
-            "parameters": [
-                {"name": "Idempotency-Key", "in": "header", "required": True, "schema": {"type": "string"}},
-                {"name": "Content-Encoding", "in": "header", "required": False, "schema": {"type": "string"}},
-            ],
-        },
+        openapi_extra=UPLOAD_EXTRA,
     )
     async def upload_histograms(request: Request) -> Response:
-        """Store histograms; answered after commit."""
+        """Store histograms; answered after commit. What must hold stands in the description of this API."""
         key = require_idempotency_key(request.headers.getlist("idempotency-key"))
         require_json(request.headers.get("content-type"))
         encoding = require_encoding(request.headers.get("content-encoding"))
@@ -203,20 +195,3 @@ def _add_reads(app: FastAPI, catalog: Catalog) -> None:
 
 def _schema(model: type[BaseModel], media_type: str) -> dict[str, Any]:
     return {media_type: {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
-
-
-def _describe_bodies(app: FastAPI) -> None:
-    """Add the schemas of what FastAPI does not parse itself: uploads, read as bytes, and problems."""
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            _, definitions = models_json_schema(
-                [(HistogramUpload, "validation"), (Problem, "serialization")],
-                ref_template="#/components/schemas/{model}",
-            )
-            schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
-            app.openapi_schema = schema
-        return app.openapi_schema
-
-    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way to extend the schema
