@@ -62,16 +62,28 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory, make: Any) -> Iterator[Any]
 def test_every_answer_is_one_of_the_document(fuzzed: Any, path: str, method: str, mode: GenerationMode) -> None:
     operation = fuzzed[path][method]
 
-    @settings(
-        max_examples=SLOW.get(path, EXAMPLES),
-        phases=[Phase.explicit, Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    attack(operation, mode, SLOW.get(path, EXAMPLES))
+
+
+@pytest.mark.parametrize("path", sorted({path for path, _, _ in CASES if path.endswith("{fingerprint}/{workload}")}))
+def test_answers_about_what_is_stored_are_as_documented(fuzzed: Any, make: Any, path: str) -> None:
+    known = {"fingerprint": make.fingerprint, "workload": "code"}
+    statuses = attack(fuzzed[path]["GET"], GenerationMode.POSITIVE, EXAMPLES, **known)
+    assert 200 in statuses
+
+
+def attack(operation: Any, mode: GenerationMode, examples: int, **known: str) -> set[int]:
+    """Send generated requests, with the ``known`` path parameters; return the statuses seen."""
+    statuses = set()
+
+    @settings(max_examples=examples, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck))
     @given(case=operation.as_strategy(generation_mode=mode))
     def run(case: Any) -> None:
-        case.call_and_validate(checks=CHECKS)
+        case.path_parameters.update(known)
+        statuses.add(case.call_and_validate(checks=CHECKS).status_code)
 
     run()
+    return statuses
 
 
 def test_the_kept_document_is_the_served_one(store: Store) -> None:
