@@ -1,7 +1,7 @@
 """What the service takes when it does nothing: seconds from start to ready, and memory, of the real process.
 
-Usage: service_idle.py [--starts N] [--idle SECONDS] [--out FILE]. Ready means that /readyz answers 200 to a request over
-a new connection. Memory is that of the whole process from /proc (Linux): resident, and what only it uses.
+Usage: service_idle.py [--starts N] [--idle SECONDS] [--out FILE]. Ready means that /readyz answers 200 over a new
+connection. Memory is that of the whole process from /proc (Linux): resident, and what only it uses.
 """
 
 from __future__ import annotations
