@@ -117,7 +117,8 @@ sessions are stored once under whatever keys they come; all but the first are co
 that were deleted.
 
 `session_hash` is 64 lower-case hex digits: HMAC-SHA256, under a key that the team keeps, of what identifies the
-session's lineage, so that a fork or a resumed copy has its parent's. `split` follows from it and is refused where it does not:
+session's lineage, so that a fork or a resumed copy has its parent's. `split` follows from it and is refused where it
+does not:
 
     digest = SHA-256("spark-split-v1" in ASCII, then the 32 bytes that session_hash spells)
     split  = "held_out" if (first 8 bytes of digest as a big-endian integer) x 5 < 2^64, else "calibration"
@@ -139,9 +140,9 @@ The first upload of a fingerprint says what the model is; a later one that diffe
 
 ## Answers
 Answers that list an `ETag` header have a strong one; sent back in `If-None-Match`, it is answered `304` without a body
-while nothing has changed. Every error is `{PROBLEM_MEDIA_TYPE}` (RFC 9457) with a stable `code`; where one field is at fault, `field`,
-`found` and `expected` name it. `503`, `507`, `409 backup_running` and lost connections can be tried again as they are;
-other errors need another request.
+while nothing has changed. Every error is `{PROBLEM_MEDIA_TYPE}` (RFC 9457) with a stable `code`; where one field is at
+fault, `field`, `found` and `expected` name it. `503`, `507`, `409 backup_running` and lost connections can be tried
+again as they are; other errors need another request.
 
 | status | code | meaning |
 |---|---|---|

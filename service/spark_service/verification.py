@@ -17,7 +17,7 @@ from spark_schemas.model import ModelShape
 from spark_schemas.split import split_of
 from spark_service.backup import working_folder
 from spark_service.backup_format import SEGMENTS_NAME, unpack
-from spark_service.db.checksums import TableSum, table_sums
+from spark_service.db.checksums import TableSum, table_batches, table_sums
 from spark_service.db.connection import Database
 from spark_service.db.migrate import available, pending
 from spark_service.errors import BackupError
@@ -174,17 +174,11 @@ def _splits(database: Database, models: Mapping[str, ModelShape]) -> Iterator[st
 
 
 def _stored_counts(database: Database, models: Mapping[str, ModelShape]) -> Iterator[str | None]:
-    def batches() -> Iterator[pa.Table]:
-        with database.cursor() as cursor:
-            query = f"SELECT {', '.join(PHASE_COLUMNS)} FROM histograms"  # noqa: S608  names of our own
-            for batch in cursor.sql(query).to_arrow_reader(BATCH_ROWS):
-                yield pa.Table.from_batches([batch])
-
     def phases_of(content_ids: list[str]) -> dict[str, int]:
         query = "SELECT content_id, count(*) FROM wanted JOIN histograms USING (content_id) GROUP BY content_id"
         return dict(_wanted(database, query, content_ids))
 
-    yield from _count_faults(database, models, batches(), phases_of)
+    yield from _count_faults(database, models, table_batches(database, "histograms", PHASE_COLUMNS), phases_of)
 
 
 def _wanted(database: Database, query: str, content_ids: list[str]) -> list[tuple[Any, ...]]:

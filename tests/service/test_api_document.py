@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import hashlib
 import json
 import re
@@ -12,13 +13,19 @@ from typing import Any
 
 import httpx2
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 import spark_service
 from spark_schemas.histogram import HistogramUpload
 from spark_schemas.invariants import check_upload
 from spark_service.api_document import PROBLEM_CODES, example_upload
+from spark_service.errors import RequestError
+from spark_service.ingest import parse_upload
 
+# Session hashes and names that the schema's patterns allow.
+HASHES = st.integers(0, 2**256 - 1).map(lambda number: f"{number:064x}")
 Post = Callable[..., httpx2.Response]
 
 
@@ -93,3 +100,120 @@ def test_every_field_of_an_upload_is_described_or_speaks_for_itself(document: di
     assert schemas["PhaseHistogram"]["properties"]["tokens"]["maximum"] == 2**53
     assert "Exact bytes of one expert" in schemas["ExpertLayer"]["properties"]["expert_bytes"]["description"]
     assert schemas["HistogramUpload"]["additionalProperties"] is False
+
+
+@st.composite
+def uploads(draw: st.DrawFn) -> dict[str, Any]:
+    """Uploads by the words of the description alone: none of the service's own code makes or checks them."""
+    n_blocks = draw(st.integers(1, 6))
+    blocks = sorted(draw(st.sets(st.integers(0, n_blocks - 1), min_size=1)))
+    layers = []
+    for block in blocks:
+        n_experts = draw(st.integers(1, 9))
+        top_k = draw(st.integers(1, n_experts))
+        layers.append(
+            {"block": block, "n_experts": n_experts, "top_k": top_k, "expert_bytes": 7, "tensor_types": {"up": "f16"}}
+        )
+    model = {
+        # Another shape is another model.
+        "fingerprint": "mf1-" + hashlib.sha256(repr((n_blocks, layers)).encode()).hexdigest()[:32],
+        "sibling": "ms1-" + "0" * 32,
+        "architecture": "other",
+        "n_blocks": n_blocks,
+        "context_length": 1,
+        "core_bytes": 0,
+        "kv_bytes_per_token": 0,
+        "layers": layers,
+    }
+    sessions = [draw(sessions_of(model)) for _ in range(draw(st.integers(1, 3)))]
+    return {"schema_version": 1, "agent_version": "another program", "model": model, "sessions": sessions}
+
+
+@st.composite
+def sessions_of(draw: st.DrawFn, model: dict[str, Any]) -> dict[str, Any]:
+    session_hash = draw(HASHES)
+    digest = hashlib.sha256(b"spark-split-v1" + bytes.fromhex(session_hash)).digest()
+    session: dict[str, Any] = {
+        "session_hash": session_hash,
+        "split": "held_out" if int.from_bytes(digest[:8], "big") * 5 < 2**64 else "calibration",
+        "workload": draw(st.from_regex(r"[a-z0-9](?:[a-z0-9-]{0,20}[a-z0-9])?", fullmatch=True)),
+    }
+    phases = draw(st.sampled_from([["prefill"], ["decode"], ["prefill", "decode"]]))
+    for phase in phases:
+        tokens = draw(st.integers(1, 6))
+        session[phase] = {"tokens": tokens, "layers": []}
+        if phase == "decode":
+            session["reuse"] = []
+        for layer in model["layers"]:
+            last = layer["block"] == model["n_blocks"] - 1
+            routed = draw(st.integers(0, tokens)) if phase == "prefill" and last else tokens
+            experts = range(layer["n_experts"])
+            chosen = [draw(st.permutations(experts))[: layer["top_k"]] for _ in range(routed)]
+            flat = [expert for row in chosen for expert in row]
+            counts = [flat.count(expert) for expert in experts]
+            session[phase]["layers"].append({"block": layer["block"], "tokens": routed, "counts": counts})
+            if phase == "decode":
+                session["reuse"].append({"block": layer["block"], "distances": distances(chosen, layer["n_experts"])})
+    return session
+
+
+def distances(chosen: list[list[int]], n_experts: int) -> list[int]:
+    """Entry d counts selections of the d-th most recently used expert, the last entry first selections."""
+    found, recent = [0] * (n_experts + 1), list[int]()
+    for row in chosen:
+        for expert in row:
+            found[recent.index(expert) if expert in recent else n_experts] += 1
+        for expert in row:
+            recent = [expert, *(other for other in recent if other != expert)]
+    return found
+
+
+def session_of(upload: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = upload["sessions"][0]
+    return found
+
+
+def phase_of(upload: dict[str, Any]) -> dict[str, Any]:
+    session = session_of(upload)
+    found: dict[str, Any] = session.get("decode") or session["prefill"]
+    return found
+
+
+def swap_split(upload: dict[str, Any]) -> None:
+    session = session_of(upload)
+    session["split"] = {"held_out": "calibration", "calibration": "held_out"}[session["split"]]
+
+
+def count_one_more(upload: dict[str, Any]) -> None:
+    phase_of(upload)["layers"][0]["counts"][0] += 1
+
+
+def turn_reuse_round(upload: dict[str, Any]) -> None:
+    session = session_of(upload)
+    session["reuse"] = None if "reuse" in session else []
+
+
+BREAKS: list[Callable[[dict[str, Any]], object]] = [
+    swap_split,
+    count_one_more,
+    turn_reuse_round,
+    lambda upload: phase_of(upload)["layers"].pop(),
+    lambda upload: phase_of(upload)["layers"][0]["counts"].append(0),
+    lambda upload: phase_of(upload).update(tokens=0),
+    lambda upload: upload["model"].update(core_bytes=2**53),
+    lambda upload: upload.update(received_at="1970-01-01"),
+]
+
+
+@settings(max_examples=60)
+@given(upload=uploads())
+def test_another_program_can_be_written_from_the_description(upload: dict[str, Any]) -> None:
+    """What holds by the description is taken; each rule broken alone is refused, with the field."""
+    assert parse_upload(json.dumps(upload).encode()).model.fingerprint == upload["model"]["fingerprint"]
+    for break_rule in BREAKS:
+        broken = copy.deepcopy(upload)
+        break_rule(broken)
+        with pytest.raises(RequestError) as caught:
+            parse_upload(json.dumps(broken).encode())
+        assert (caught.value.status, caught.value.code) == (422, "invalid_histogram")
+        assert caught.value.field

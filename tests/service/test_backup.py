@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import subprocess
 import sys
 import tarfile
@@ -19,7 +20,7 @@ from spark_service.backup_format import BackupManifest, file_of, pack
 from spark_service.db.connection import Database
 from spark_service.db.snapshot import copy_snapshot, link_files
 from spark_service.db.store import Store
-from spark_service.errors import BackupError, DatabaseLockedError, RefusedError, SparkServiceError
+from spark_service.errors import BackupError, DatabaseLockedError, RefusedError, SparkServiceError, StorageFullError
 from spark_service.settings import Settings
 from spark_service.verification import verify
 
@@ -423,3 +424,18 @@ def test_segments_are_linked_not_copied(data: Path, tmp_path: Path) -> None:
     assert (tmp_path / "linked/2026/part-1.bin").samefile(data / "segments/2026/part-1.bin")
     link_files(tmp_path / "nowhere", tmp_path / "empty")
     assert list((tmp_path / "empty").iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", [BackupError, RefusedError, StorageFullError, DatabaseLockedError])
+def test_errors_cross_a_process_boundary_whole(kind: type[SparkServiceError]) -> None:
+    """A running service's backups are read back in a process of their own."""
+    found = pickle.loads(pickle.dumps(kind("what", "do this")))
+    assert (type(found), found.message, found.hint) == (kind, "what", "do this")
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_backup(client: TestClient, store: Store) -> None:
+    left_over = store.path.parent / "backups/.spark-left-over"
+    left_over.mkdir(parents=True)
+    (left_over / "service.duckdb").write_bytes(b"half")
+    name = client.post(BACKUP).json()["name"]
+    assert [path.name for path in left_over.parent.iterdir()] == [name]

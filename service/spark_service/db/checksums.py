@@ -1,9 +1,9 @@
-"""Checksums of tables' contents, whatever order their rows are stored in."""
+"""Reading whole tables in bounded memory, and checksums of them whatever order their rows are stored in."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -11,9 +11,9 @@ from pydantic import BaseModel, ConfigDict
 
 from spark_service.db.connection import Database
 
-__all__ = ["TableSum", "table_names", "table_sums"]
+__all__ = ["TableSum", "table_batches", "table_names", "table_sums"]
 
-BATCH_ROWS = 256
+BATCH_ROWS = 128
 _MODULUS = 2**256
 
 
@@ -38,21 +38,36 @@ def table_sums(database: Database) -> dict[str, TableSum]:
     return {name: _table_sum(database, name) for name in table_names(database)}
 
 
-def _table_sum(database: Database, name: str) -> TableSum:
-    quoted = name.replace('"', '""')
+def table_batches(database: Database, name: str, columns: Sequence[str] = ()) -> Iterator[pa.Table]:
+    """All rows of a table that nobody changes meanwhile, a few at a time and at least one batch; all columns if none.
+
+    By ranges of row ids: a scan holds thousands of rows at once, which is gigabytes where each has lists of counts.
+    """
+    chosen = ", ".join(map(_quoted, columns)) or "*"
     with database.cursor() as cursor:
-        reader = cursor.sql(f'SELECT * FROM "{quoted}"').to_arrow_reader(BATCH_ROWS)  # noqa: S608  an existing table's name
-        rows = total = 0
-        for batch in reader:
-            rows += batch.num_rows
-            # A sum does not depend on the order, and unlike an exclusive or it counts a row that is there twice.
-            total = (total + sum(int.from_bytes(digest) for digest in _row_digests(batch))) % _MODULUS
-        columns = ", ".join(f"{field.name} {field.type}" for field in reader.schema)
+        last = cursor.execute(f"SELECT coalesce(max(rowid), 0) FROM {_quoted(name)}").fetchall()[0][0]  # noqa: S608
+        for start in range(0, last + 1, BATCH_ROWS):
+            query = f"SELECT {chosen} FROM {_quoted(name)} WHERE rowid >= ? AND rowid < ?"  # noqa: S608
+            batch: pa.Table = cursor.sql(query, params=[start, start + BATCH_ROWS]).to_arrow_table()
+            yield batch
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _table_sum(database: Database, name: str) -> TableSum:
+    rows, total, columns = 0, 0, ""
+    for batch in table_batches(database, name):
+        rows += batch.num_rows
+        # A sum does not depend on the order, and unlike an exclusive or it counts a row that is there twice.
+        total = (total + sum(int.from_bytes(digest) for digest in _row_digests(batch))) % _MODULUS
+        columns = ", ".join(f"{field.name} {field.type}" for field in batch.schema)
     text = f"{columns}\n{rows}\n{total:064x}\n"
     return TableSum(rows=rows, sha256=hashlib.sha256(text.encode()).hexdigest())
 
 
-def _row_digests(batch: pa.RecordBatch) -> Iterator[bytes]:
+def _row_digests(batch: pa.Table) -> Iterator[bytes]:
     for row in zip(*(_values(column) for column in batch.columns), strict=True):
         digest = hashlib.sha256()
         for value in row:

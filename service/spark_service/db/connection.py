@@ -108,8 +108,11 @@ class Database:
             self._checkpoint_if_due(cursor)
 
     def _checkpoint_if_due(self, cursor: duckdb.DuckDBPyConnection) -> None:
-        log_path = self.path.with_name(f"{self.path.name}.wal")
-        if not log_path.exists() or log_path.stat().st_size < CHECKPOINT_WAL_BYTES:
+        try:
+            log_bytes = self.path.with_name(f"{self.path.name}.wal").stat().st_size
+        except FileNotFoundError:
+            return
+        if log_bytes < CHECKPOINT_WAL_BYTES:
             return
         # While the file is being copied the log grows; the first commit afterwards folds it in.
         if not self._checkpointing.acquire(blocking=False):
@@ -135,7 +138,7 @@ class Database:
             descriptor = self._open_descriptor()
             head = head_of(descriptor)
             yield descriptor
-            if self._open_descriptor() != descriptor or head_of(descriptor) != head:
+            if head_of(descriptor) != head:
                 raise StorageError(
                     f"database {self.path} was checkpointed while it was copied, expected no checkpoint", "try again"
                 )
@@ -164,7 +167,6 @@ class Database:
     def _reopen(self, connection: duckdb.DuckDBPyConnection) -> None:
         log.warning("opening %s again after a fatal database error", self.path)
         connection.close()
-        self._close_descriptor()
         try:
             self._connection = self._connect()
         except DatabaseError as error:
