@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated, Any, Literal
 
-__all__ = ["Schema"]
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+__all__ = ["FirstVersion", "Schema"]
+
+
+def _require_integer(value: Any) -> Any:
+    # A literal alone takes whatever equals it, and both true and 1.0 equal 1.
+    if type(value) is not int:
+        raise ValueError("Input should be the integer 1")
+    return value
+
+
+FirstVersion = Annotated[Literal[1], BeforeValidator(_require_integer)]
+"""The only version of a schema so far."""
 
 
 class Schema(BaseModel):
@@ -14,4 +27,12 @@ class Schema(BaseModel):
     change after validation. Read untrusted JSON with ``model_validate_json``.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        # What stands under a field is its description in the exported schemas, too.
+        use_attribute_docstrings=True,
+    )

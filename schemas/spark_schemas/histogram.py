@@ -6,11 +6,11 @@ Lists stop at their first bad item (``fail_fast``): a hostile body must not beco
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
-from spark_schemas.base import Schema
+from spark_schemas.base import FirstVersion, Schema
 from spark_schemas.ids import Count, SessionHash, Split, WorkloadName
 from spark_schemas.model import MAX_BLOCKS, MAX_EXPERTS, ModelShape
 
@@ -81,7 +81,7 @@ class HistogramUpload(Schema):
     Counts only: no order, no token ids, no text, no host, no path.
     """
 
-    schema_version: Literal[1] = 1
+    schema_version: FirstVersion = 1
     agent_version: Annotated[str, Field(min_length=1, max_length=64)]
     model: ModelShape
     sessions: Annotated[

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from spark_schemas.base import Schema
+from spark_schemas.base import FirstVersion, Schema
 from spark_schemas.ids import Count, Fingerprint, SiblingId
 
 __all__ = ["MAX_BLOCKS", "MAX_EXPERTS", "ExpertLayer", "ModelShape"]
@@ -41,7 +41,7 @@ class ExpertLayer(Schema):
 class ModelShape(Schema):
     """Identity and sizes of one GGUF model."""
 
-    schema_version: Literal[1] = 1
+    schema_version: FirstVersion = 1
     fingerprint: Fingerprint
     sibling: SiblingId
     architecture: Annotated[str, Field(min_length=1, max_length=64)]

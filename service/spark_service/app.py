@@ -10,19 +10,18 @@ from typing import Annotated, Any, Literal
 
 import anyio
 from anyio.to_thread import run_sync
-from fastapi import FastAPI, Path, Request, Response
-from fastapi.openapi.utils import get_openapi
+from fastapi import Depends, FastAPI, Path, Request, Response
 from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 from starlette.requests import ClientDisconnect
 
 from spark_schemas.api import API_PREFIX, PROBLEM_MEDIA_TYPE, Problem, UploadReceipt
-from spark_schemas.histogram import HistogramUpload
 from spark_schemas.ids import SessionHash
 from spark_service import env, problems, version
-from spark_service.admin import REQUEST_BODIES, add_admin
+from spark_service.admin import add_admin
 from spark_service.answers import AnswerCache, ReadyAnswers
-from spark_service.auth import Gate, actor_of, add_security
+from spark_service.api_document import UPLOAD_EXTRA, install_document
+from spark_service.auth import Gate, actor_of
+from spark_service.backup_routes import add_backups
 from spark_service.canonical import read_upload
 from spark_service.catalog import Catalog
 from spark_service.db.batch import KeyedUpload
@@ -38,6 +37,7 @@ from spark_service.manifest_routes import ManifestServices, manifest_router
 from spark_service.rate_limit import Rates
 from spark_service.served import ServedManifests
 from spark_service.signing import Signer
+from spark_service.single_keys import require_single_parameters
 
 __all__ = ["Alive", "Deleted", "Version", "create_app"]
 
@@ -103,6 +103,7 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        dependencies=[Depends(require_single_parameters)],
         responses={"default": {"description": "Problem details", "content": _schema(Problem, PROBLEM_MEDIA_TYPE)}},
     )
     problems.install(app)
@@ -113,7 +114,8 @@ def create_app(
     _add_writes(app, store, limits or BodyLimits())
     app.include_router(manifest_router(ManifestServices(catalog, served, signer, answers, limits or BodyLimits())))
     add_admin(app, store, keyring)
-    _describe_bodies(app)
+    add_backups(app, store)
+    install_document(app)
     return app
 
 
@@ -148,16 +150,10 @@ def _add_writes(app: FastAPI, store: Store, limits: BodyLimits) -> None:
         f"{API_PREFIX}/histograms",
         status_code=202,
         response_model=UploadReceipt,
-        openapi_extra={
-            "requestBody": {"required": True, "content": _schema(HistogramUpload, "application/json")},
-            "parameters": [
-                {"name": "Idempotency-Key", "in": "header", "required": True, "schema": {"type": "string"}},
-                {"name": "Content-Encoding", "in": "header", "required": False, "schema": {"type": "string"}},
-            ],
-        },
+        openapi_extra=UPLOAD_EXTRA,
     )
     async def upload_histograms(request: Request) -> Response:
-        """Store histograms; answered after commit."""
+        """Store histograms; answered after commit. What must hold stands in the description of this API."""
         key = require_idempotency_key(request.headers.getlist("idempotency-key"))
         require_json(request.headers.get("content-type"))
         encoding = require_encoding(request.headers.get("content-encoding"))
@@ -181,25 +177,3 @@ def _add_writes(app: FastAPI, store: Store, limits: BodyLimits) -> None:
 
 def _schema(model: type[BaseModel], media_type: str) -> dict[str, Any]:
     return {media_type: {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
-
-
-def _describe_bodies(app: FastAPI) -> None:
-    """Add the schemas of what FastAPI does not parse itself: uploads, read as bytes, and problems."""
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            _, definitions = models_json_schema(
-                [
-                    (HistogramUpload, "validation"),
-                    (Problem, "serialization"),
-                    *((model, "validation") for model in REQUEST_BODIES),
-                ],
-                ref_template="#/components/schemas/{model}",
-            )
-            schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
-            add_security(schema)
-            app.openapi_schema = schema
-        return app.openapi_schema
-
-    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way to extend the schema

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from spark_service import version
+from spark_service.cli_backup import add_backup_commands
 from spark_service.commands import records, tokens
 from spark_service.errors import SparkServiceError
 from spark_service.key_cli import key_app
@@ -30,6 +31,7 @@ app = typer.Typer(
 
 app.add_typer(key_app, name="key")
 app.add_typer(manifest_app, name="manifest")
+add_backup_commands(app)
 
 _DataDir = Annotated[
     Path | None,

@@ -13,6 +13,8 @@ SparkServiceError                  a message for people, a hint, an exit code
 │   ├── DatabaseLockedError        another process owns the file
 │   ├── DatabaseFormatError        the file is damaged, or not this service's
 │   └── MigrationError             the schema is newer than this program, or was changed
+├── BackupError                    a backup cannot be written, or is not whole
+├── VerificationError              what is stored contradicts itself
 ├── StorageError                   the open database refused an operation (HTTP 503)
 │   └── StorageFullError           no room left for it (HTTP 507)
 └── RequestError                   what a client sent or asked for is wrong (HTTP 4xx, with a stable code)
@@ -25,6 +27,7 @@ from __future__ import annotations
 
 __all__ = [
     "AddressError",
+    "BackupError",
     "DataDirError",
     "DatabaseError",
     "DatabaseFormatError",
@@ -41,6 +44,7 @@ __all__ = [
     "StorageError",
     "StorageFullError",
     "UsageError",
+    "VerificationError",
 ]
 
 
@@ -108,6 +112,14 @@ class DatabaseFormatError(DatabaseError):
 
 class MigrationError(DatabaseError):
     """The schema is newer than this program, or its history was changed."""
+
+
+class BackupError(SparkServiceError):
+    """A backup cannot be written, or one that is read is damaged, foreign or newer than this program."""
+
+
+class VerificationError(SparkServiceError):
+    """What is stored contradicts itself."""
 
 
 class StorageError(SparkServiceError):

@@ -13,6 +13,7 @@ from spark_schemas.ids import MAX_COUNT
 from spark_schemas.invariants import InvariantError, check_upload
 from spark_schemas.model import ModelShape
 from spark_service.errors import RequestError
+from spark_service.single_keys import require_single_keys
 
 __all__ = ["excerpt", "parse_upload", "require_idempotency_key", "require_json"]
 
@@ -56,12 +57,14 @@ def require_json(content_type: str | None) -> None:
 def parse_upload(raw: bytes) -> HistogramUpload:
     """Parse and check an upload.
 
-    Raises :class:`RequestError`: 400 for what is no JSON, 422 naming the field, the found and the expected otherwise.
+    Raises :class:`RequestError`: 400 for what is no JSON or has a key twice, 422 naming the field, the found and the
+    expected otherwise.
     """
     try:
         upload = HistogramUpload.model_validate_json(raw)
     except ValidationError as error:
         raise _invalid(error) from error
+    require_single_keys(raw, upload)
     try:
         _check_sizes(upload.model)
         check_upload(upload)

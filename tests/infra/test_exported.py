@@ -25,7 +25,10 @@ MODULES = [
 ]
 
 
-@pytest.mark.parametrize("generator", ["generate_schemas.py", "generate_cli_reference.py", "generate_configuration.py"])
+@pytest.mark.parametrize(
+    "generator",
+    ["generate_schemas.py", "generate_cli_reference.py", "generate_configuration.py", "generate_openapi.py"],
+)
 def test_generated_files_are_up_to_date(root: Path, generator: str) -> None:
     done = subprocess.run(
         [sys.executable, str(root / "infra/dev" / generator), "--check"], capture_output=True, text=True, check=False

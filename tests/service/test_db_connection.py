@@ -190,3 +190,48 @@ def test_failing_to_open_again_stays_an_error_of_the_request(
     database.path.write_bytes(path)
     with database.cursor() as cursor:
         assert cursor.execute("SELECT 1").fetchall() == [(1,)]
+
+
+INSERT = "INSERT INTO t SELECT md5(range::VARCHAR) FROM range(100000)"
+
+
+def test_a_long_log_is_folded_in_by_the_commit_that_made_it_long(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = database.path.with_name("a.duckdb.wal")
+    with database.transaction() as cursor:
+        cursor.execute("CREATE TABLE t (a VARCHAR)")
+    assert log.exists()
+    monkeypatch.setattr("spark_service.db.connection.CHECKPOINT_WAL_BYTES", 1_000_000)
+    with database.frozen(), database.transaction() as cursor:
+        cursor.execute(INSERT)
+    # The file was being copied: the log waits for the next commit.
+    assert log.stat().st_size > 1_000_000
+    with database.transaction() as cursor:
+        cursor.execute("INSERT INTO t VALUES ('x')")
+    assert not log.exists()
+
+
+def test_a_checkpoint_without_room_does_not_fail_what_was_committed(
+    database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("spark_service.db.connection.CHECKPOINT_WAL_BYTES", 1_000_000)
+    with database.transaction() as cursor:
+        cursor.execute("CREATE TABLE t (a VARCHAR)")
+        cursor.execute(INSERT)
+    with full_disk(3_700_000):
+        with database.transaction() as cursor:
+            cursor.execute(INSERT)
+        assert "checkpoint of" in caplog.text
+        with database.cursor() as cursor:
+            assert cursor.execute("SELECT count(*) FROM t").fetchall() == [(200_000,)]
+    with database.transaction() as cursor:
+        cursor.execute(INSERT)
+    assert not database.path.with_name("a.duckdb.wal").exists()
+    database.close()
+    again = Database(database.path, read_only=True)
+    with again.cursor() as cursor:
+        assert cursor.execute("SELECT count(*) FROM t").fetchall() == [(300_000,)]
+    with pytest.raises(StorageError, match="read-only"), again.transaction() as cursor:
+        cursor.execute("DELETE FROM t")
+    again.close()

@@ -173,7 +173,7 @@ def test_a_kill_amid_uploads_loses_none_that_was_answered(start: Start, make: An
 
     senders = [threading.Thread(target=send, args=[range(first, 40, 4)]) for first in range(4)]
     for sender in senders:
-        sender.start("--open")
+        sender.start()
     assert enough.wait(60)
     process.kill()
     process.wait()

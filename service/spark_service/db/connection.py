@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import threading
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import duckdb
 
+from spark_service.db.snapshot import head_of
 from spark_service.errors import (
     DatabaseError,
     DatabaseFormatError,
@@ -26,6 +28,8 @@ log = logging.getLogger(__name__)
 _MAGIC = b"DUCK"
 _MAGIC_OFFSET = 8
 _LOCK_HOLDER = re.compile(r"Conflicting lock is held in (?P<program>.*) \(PID (?P<pid>\d+)\)")
+CHECKPOINT_WAL_BYTES = 2**24
+"""A commit that leaves a longer write-ahead log is followed by a checkpoint, as DuckDB itself would do."""
 _NO_ROOM = ("No space left on device", "File too large", "Disk quota exceeded", "Out of Memory")
 
 
@@ -34,10 +38,13 @@ class Database:
 
     DuckDB declares a whole database invalid when a checkpoint cannot be written (a full disk); it is then opened again
     at the next use, so that the process outlives the condition.
+
+    Checkpoints are made here and never by DuckDB on its own: between two of them the file does not change in any part
+    that counts, so that it can be copied while transactions go on in the write-ahead log.
     """
 
-    def __init__(self, path: Path, *, memory: str = "1GB", threads: int = 2) -> None:
-        """Open or create ``path``.
+    def __init__(self, path: Path, *, memory: str = "1GB", threads: int = 2, read_only: bool = False) -> None:
+        """Open or create ``path``; ``read_only`` changes nothing on disk and needs the file to be there.
 
         Raises :class:`DatabaseLockedError` when another process has it open, :class:`DatabaseFormatError` for a damaged
         or foreign file, :class:`DatabaseError` otherwise.
@@ -52,8 +59,12 @@ class Database:
             "max_vacuum_tasks": 0,
             "memory_limit": memory,
             "threads": threads,
+            "checkpoint_threshold": "1TB",
         }
+        self._read_only = read_only
         self._lock = threading.Lock()
+        self._checkpointing = threading.Lock()
+        self._descriptor: int | None = None
         self._connection: duckdb.DuckDBPyConnection | None = self._connect()
         self._invalid = False
         self._generation = 0
@@ -66,7 +77,7 @@ class Database:
     def _connect(self) -> duckdb.DuckDBPyConnection:
         _require_magic(self.path)
         try:
-            connection = duckdb.connect(str(self.path), config=self._config)
+            connection = duckdb.connect(str(self.path), read_only=self._read_only, config=self._config)
             # After opening, which is itself file access; from here on SQL reaches no file but the database.
             connection.execute("SET GLOBAL python_enable_replacements = false")
             connection.execute("SET enable_external_access = false")
@@ -116,6 +127,56 @@ class Database:
                     log.warning("rollback failed: %s", error)
                 raise
             cursor.commit()
+            self._checkpoint_if_due(cursor)
+
+    def _checkpoint_if_due(self, cursor: duckdb.DuckDBPyConnection) -> None:
+        try:
+            log_bytes = self.path.with_name(f"{self.path.name}.wal").stat().st_size
+        except FileNotFoundError:
+            return
+        if log_bytes < CHECKPOINT_WAL_BYTES:
+            return
+        # While the file is being copied the log grows; the first commit afterwards folds it in.
+        if not self._checkpointing.acquire(blocking=False):
+            return
+        try:
+            cursor.execute("CHECKPOINT")
+        except duckdb.Error as error:
+            # What was committed stays in the log and is safe: the caller's transaction has not failed.
+            log.warning("checkpoint of %s failed, to be tried again: %s", self.path, error)
+            self._invalid = self._invalid or isinstance(error, duckdb.FatalException)
+        finally:
+            self._checkpointing.release()
+
+    @contextmanager
+    def frozen(self) -> Iterator[int]:
+        """Checkpoint, and keep the file as it then is for one use of its descriptor, while transactions go on.
+
+        Raises :class:`StorageError` for what the database refuses, and at the end if the file was changed after all.
+        """
+        with self._checkpointing:
+            with self.cursor() as cursor:
+                cursor.execute("CHECKPOINT")
+            descriptor = self._open_descriptor()
+            head = head_of(descriptor)
+            yield descriptor
+            if head_of(descriptor) != head:
+                raise StorageError(
+                    f"database {self.path} was checkpointed while it was copied, expected no checkpoint", "try again"
+                )
+
+    def _open_descriptor(self) -> int:
+        # Kept as long as the database is open: POSIX drops a process's lock on a file when it closes any descriptor
+        # of that file, and then a second owner could open it.
+        with self._lock:
+            if self._descriptor is None:
+                self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            return self._descriptor
+
+    def _close_descriptor(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
     def _new_cursor(self) -> duckdb.DuckDBPyConnection:
         with self._lock:
@@ -136,17 +197,18 @@ class Database:
 
     def close(self, *, checkpoint: bool = True) -> None:
         """Checkpoint and close; closing twice is harmless. Raises :class:`StorageError` if the checkpoint fails."""
-        with self._lock:
+        with self._checkpointing, self._lock:
             connection, self._connection = self._connection, None
             if connection is None:
                 return
             try:
-                if checkpoint and not self._invalid:
+                if checkpoint and not self._invalid and not self._read_only:
                     connection.execute("CHECKPOINT")
             except duckdb.Error as error:
                 raise _storage_error(self.path, error) from error
             finally:
                 connection.close()
+                self._close_descriptor()
 
 
 def _require_magic(path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -32,6 +32,7 @@ from spark_service.db.rows import (
 )
 from spark_service.db.scan import snapshot
 from spark_service.db.segments import SegmentFolder
+from spark_service.db.snapshot import copy_snapshot, link_files
 from spark_service.db.tallies import Counted, TallyKey, save_tally
 from spark_service.errors import RequestError, StorageError
 from spark_service.group_commit import GroupCommit
@@ -62,6 +63,7 @@ class Store:
         self._writing = threading.Lock()
         self._deletions = 0
         self._group_commit = GroupCommit(self.add_batch)
+        self._copying = threading.Lock()
 
     @classmethod
     def open(cls, path: Path, *, memory: str = "1GB", threads: int = 2, segments: Path | None = None) -> Self:
@@ -82,9 +84,9 @@ class Store:
         return store
 
     def close(self) -> None:
-        """Commit what was submitted, wait for a running write, then checkpoint and close."""
+        """Commit what was submitted, wait for a running write and a running copy, then checkpoint and close."""
         self._group_commit.close()
-        with self._writing:
+        with self._copying, self._writing:
             self._database.close()
 
     @property
@@ -111,6 +113,24 @@ class Store:
         """
         with self._writing, self._database.transaction(counted=counted) as cursor:
             yield cursor
+
+    @property
+    def path(self) -> Path:
+        """The database file."""
+        return self._database.path
+
+    def copy_to(self, database: Path, *, beside: Path, beside_copy: Path) -> None:
+        """Copy what is committed now, into files that must not exist, while uploads go on.
+
+        ``beside`` is the folder of immutable files that belongs to the database; they are linked into ``beside_copy``
+        at the same moment. Raises :class:`StorageError`.
+        """
+        with self._copying, ExitStack() as stack:
+            # Writers wait for the checkpoint and the links, not for the copy.
+            with self._writing:
+                descriptor = stack.enter_context(self._database.frozen())
+                link_files(beside, beside_copy)
+            copy_snapshot(descriptor, database)
 
     def require_ready(self) -> None:
         """Raise :class:`StorageError` or :class:`MigrationError` unless the database answers and is migrated."""
