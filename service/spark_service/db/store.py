@@ -39,7 +39,8 @@ __all__ = ["BATCH_COLUMNS", "PartKey", "Store"]
 
 BATCH_COLUMNS = (*PART_COLUMNS, "received_day")
 """What :meth:`Store.batches` can give."""
-ROWS_PER_READ = 256
+ROWS_PER_READ = 1024
+"""Each read looks through all content ids once, and holds the counts of so many histograms."""
 
 
 @dataclass(frozen=True, slots=True)
