@@ -6,7 +6,7 @@ and goes only after the one that ends it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from threading import Lock
@@ -103,16 +103,18 @@ class Rewritten:
     n_bytes: int
 
 
-def rewrite_without(database: Database, folder: SegmentFolder, session_hash: str) -> list[Rewritten]:
-    """Write the segments that hold rows of a session anew, without them. They count after :func:`take_out`.
+def rewrite_without(database: Database, folder: SegmentFolder, column: str, value: str | date) -> list[Rewritten]:
+    """Write the segments that hold rows of some parts anew, without them. They count after :func:`take_out`.
+
+    The parts are those with a value in a column of ``parts``, whose name is the caller's own.
 
     The caller holds the lock of all writers until then. What an error leaves behind goes with the next sweep.
     """
     with database.cursor() as cursor:
         rows = cursor.execute(
-            "SELECT segment, list(DISTINCT content_id) FROM segment_rows JOIN parts USING (content_id) "
-            "WHERE session_hash = ? GROUP BY segment ORDER BY segment",
-            [session_hash],
+            "SELECT segment, list(DISTINCT content_id) FROM segment_rows JOIN parts USING (content_id) "  # noqa: S608
+            f"WHERE {column} = ? GROUP BY segment ORDER BY segment",
+            [value],
         ).fetchall()
     return [_rewrite(folder, name, content_ids) for name, content_ids in rows]
 
@@ -132,11 +134,11 @@ def _rewrite(folder: SegmentFolder, name: str, content_ids: list[str]) -> Rewrit
         return Rewritten(name, *folder.write(kept(), HISTOGRAM_SCHEMA))
 
 
-def take_out(cursor: duckdb.DuckDBPyConnection, session_hash: str, rewritten: list[Rewritten]) -> None:
-    """Make rewritten segments count instead of the old ones, inside the transaction that deletes the session."""
+def take_out(cursor: duckdb.DuckDBPyConnection, column: str, value: str | date, rewritten: Sequence[Rewritten]) -> None:
+    """Make rewritten segments count instead of the old ones, inside the transaction that deletes the parts."""
     cursor.execute(
-        "DELETE FROM segment_rows WHERE content_id IN (SELECT content_id FROM parts WHERE session_hash = ?)",
-        [session_hash],
+        f"DELETE FROM segment_rows WHERE content_id IN (SELECT content_id FROM parts WHERE {column} = ?)",  # noqa: S608
+        [value],
     )
     for file in rewritten:
         if file.new is not None:

@@ -129,7 +129,7 @@ class Store:
         Return the number of parts removed.
         """
         with self._writing:
-            rewritten = rewrite_without(self._database, self._segments, session_hash)
+            rewritten = rewrite_without(self._database, self._segments, "session_hash", session_hash)
             removed = self._delete_session(session_hash, rewritten)
             for file in rewritten:
                 self._segments.remove(file.old)
@@ -143,7 +143,7 @@ class Store:
                 "DELETE FROM histograms WHERE content_id IN (SELECT content_id FROM parts WHERE session_hash = ?)",
                 [session_hash],
             )
-            take_out(cursor, session_hash, rewritten)
+            take_out(cursor, "session_hash", session_hash, rewritten)
             cursor.execute("DELETE FROM parts WHERE session_hash = ?", [session_hash])
         return len(ids)
 
