@@ -113,6 +113,26 @@ def test_deletion_reaches_segments(filled: Store, make: Any) -> None:
     assert rows(filled, "SELECT count(*) FROM segment_rows") == [(0,)]
 
 
+def test_a_day_can_be_taken_out_too(filled: Store, make: Any) -> None:
+    age_all(filled)
+    day = date(2020, 1, 1)
+    chosen = sorted(key.content_id for key in filled.part_keys(make.fingerprint, "decode"))[2:5]
+    database, folder = filled._database, filled._segments
+    with database.transaction() as cursor:
+        cursor.execute("UPDATE parts SET received_day = ? WHERE content_id IN ?", [day, chosen])
+    rewritten = aging.rewrite_without(database, folder, "received_day", day)
+    assert rewritten
+    with database.transaction() as cursor:
+        aging.take_out(cursor, "received_day", day, rewritten)
+        cursor.execute("DELETE FROM parts WHERE received_day = ?", [day])
+    for file in rewritten:
+        folder.remove(file.old)
+    assert files(filled) == registered(filled)
+    for phase in PHASES:
+        assert not {key.content_id for key in filled.part_keys(make.fingerprint, phase)} & set(chosen)
+    assert len(content(filled, make.fingerprint)["decode"]) == 5
+
+
 def tallied(store: Store, shape: Any) -> dict[str, bytes]:
     with store.writing() as cursor:
         cursor.execute("DELETE FROM tallies")

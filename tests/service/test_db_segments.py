@@ -83,9 +83,9 @@ def test_what_is_left_over_goes_and_nothing_else(folder: SegmentFolder) -> None:
     assert sorted(file.name for file in folder.path.iterdir()) == sorted([kept, "notes.txt", "other.parquet"])
 
 
-@pytest.mark.parametrize("damage", ["text", "cut", "middle", "foreign"])
+@pytest.mark.parametrize("damage", ["text", "cut", "middle", "bit", "foreign"])
 def test_damage_is_an_error_that_names_the_file(folder: SegmentFolder, damage: str) -> None:
-    name, _ = folder.write([table(*range(50))], SCHEMA)
+    name, _ = folder.write([table(*range(200))], SCHEMA)
     file = folder.path / name
     content = bytearray(file.read_bytes())
     if damage == "text":
@@ -94,6 +94,9 @@ def test_damage_is_an_error_that_names_the_file(folder: SegmentFolder, damage: s
         file.write_bytes(content[: len(content) // 2])
     elif damage == "middle":
         content[4:300] = b"\xff" * 296
+        file.write_bytes(content)
+    elif damage == "bit":
+        content[len(content) // 2] ^= 1
         file.write_bytes(content)
     else:
         pq.write_table(pa.table({"a": [1]}), file)

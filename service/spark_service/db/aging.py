@@ -25,7 +25,8 @@ __all__ = ["Rewritten", "age_out", "registered_segments", "rewrite_without", "ta
 
 ROWS_PER_SEGMENT = 8192
 """Bounds the time that the deletion of one session holds up uploads."""
-ROWS_PER_READ = 256
+ROWS_PER_READ = 1024
+"""Each read looks through all content ids once, and holds the counts of so many histograms."""
 
 
 def registered_segments(cursor: duckdb.DuckDBPyConnection) -> list[str]:

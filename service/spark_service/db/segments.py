@@ -43,7 +43,7 @@ class SegmentFolder:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             try:
                 with part.open("xb") as file:
-                    with pq.ParquetWriter(file, schema, compression="zstd") as writer:
+                    with pq.ParquetWriter(file, schema, compression="zstd", write_page_checksum=True) as writer:
                         for table in tables:
                             writer.write_table(table, row_group_size=ROWS_PER_GROUP)
                     file.flush()
@@ -112,7 +112,7 @@ class Segment:
 
     def __init__(self, name: str, file: BinaryIO) -> None:
         self.name = name
-        self._parquet = pq.ParquetFile(file)
+        self._parquet = pq.ParquetFile(file, page_checksum_verification=True)
         self._ranges = [self._range(index) for index in range(self._parquet.metadata.num_row_groups)]
         self._group: tuple[int, pa.Table] | None = None
 

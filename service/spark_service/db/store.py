@@ -41,7 +41,8 @@ from spark_service.sessions import SessionPart
 
 __all__ = ["PartKey", "Store"]
 
-ROWS_PER_READ = 256
+ROWS_PER_READ = 1024
+"""Each read looks through all content ids once, and holds the counts of so many histograms."""
 
 
 @dataclass(frozen=True, slots=True)
