@@ -116,9 +116,9 @@ def _description() -> str:
 
 ## Requests
 All paths but `/healthz` need `Authorization: Bearer TOKEN` unless the service was started open, for its machine alone.
-Unknown and repeated query parameters are errors. Unknown fields of a body are errors, and so are a key that is there twice, `1.0`
-or `"1"` where an integer is due, and numbers that are not finite. Integers are at most 2^53 = {MAX_COUNT} unless a
-smaller bound is given.
+Unknown and repeated query parameters are errors. Unknown fields of a body are errors, and so are a key that is there
+twice, `1.0` or `"1"` where an integer is due, and numbers that are not finite. Integers are at most 2^53 = {MAX_COUNT}
+unless a smaller bound is given.
 
 ## Uploads
 One JSON object in UTF-8 without a byte order mark, as it is or as one {ENCODINGS[0]} frame or one {ENCODINGS[1]} member

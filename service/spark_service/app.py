@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path as FilePath
 from typing import Annotated, Any, Literal
@@ -38,6 +39,7 @@ from spark_service.rate_limit import Rates
 from spark_service.served import ServedManifests
 from spark_service.signing import Signer
 from spark_service.single_keys import require_single_parameters
+from spark_service.tally import Window
 
 __all__ = ["Alive", "Deleted", "Version", "create_app"]
 
@@ -84,16 +86,18 @@ def create_app(
     history_per_key: int = env.HISTORY_PER_KEY.default,
     cache_bytes: int = env.READ_CACHE_BYTES.default,
     executor: Executor | None = None,
+    window: Callable[[], Window] = Window,
 ) -> FastAPI:
     """Make the API over an open store, which stays the caller's to close.
 
     Requests need a token of the store, or ``token``, which has admin scope, unless access is open to everybody.
-    ``key_dir`` holds the key that signs manifests, by default the database's folder; ``executor`` builds profiles.
+    ``key_dir`` holds the key that signs manifests, by default the database's folder. ``executor`` builds profiles, from
+    the sessions in ``window``.
     """
-    catalog = Catalog(store, executor=executor)
+    catalog = Catalog(store, executor=executor, window=window)
     keyring = keyring or Keyring(store)
     signer = Signer(store.folder if key_dir is None else key_dir)
-    answers = AnswerCache(lambda: (store.generation, signer.stamp()), max_bytes=cache_bytes)
+    answers = AnswerCache(lambda: (store.generation, (signer.stamp(), window())), max_bytes=cache_bytes)
     history = ManifestHistory(store, kept=history_per_key)
     served = ServedManifests(store, catalog, signer, history, cache_bytes=cache_bytes)
     app = FastAPI(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from spark_schemas.histogram import SessionHistogram
@@ -29,8 +29,17 @@ __all__ = ["Catalog"]
 class Catalog:
     """Builds what is asked for. A revision names the inputs, so a remembered profile is never stale."""
 
-    def __init__(self, store: Store, *, executor: Executor | None = None, remembered: int = 32) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        executor: Executor | None = None,
+        window: Callable[[], Window] = Window,
+        remembered: int = 32,
+    ) -> None:
+        """Build from the sessions in ``window``, by default all, with ``executor``, by default threads."""
         self._store = store
+        self._window = window
         self._executor = executor or LocalExecutor()
         self._tallies = Tallies(store, self._executor)
         self._remembered = remembered
@@ -39,30 +48,17 @@ class Catalog:
         self._building = threading.Lock()
         self._general = GeneralHints()
 
-    def profile(
-        self,
-        fingerprint: str,
-        workload: str,
-        phase: Phase,
-        sibling: str | None = None,
-        window: Window | None = None,
-    ) -> Profile:
+    def profile(self, fingerprint: str, workload: str, phase: Phase, sibling: str | None = None) -> Profile:
         """Return a profile. Raises :class:`RequestError` (404) when there is nothing to build it from."""
         shape = self._require_model(fingerprint, sibling, workload)
-        return self._require_built(shape, workload, phase, window or Window()).profile
+        return self._require_built(shape, workload, phase).profile
 
     def manifest(
-        self,
-        fingerprint: str,
-        workload: str,
-        phase: Phase,
-        budget: Budget,
-        sibling: str | None = None,
-        window: Window | None = None,
+        self, fingerprint: str, workload: str, phase: Phase, budget: Budget, sibling: str | None = None
     ) -> PlacementManifest:
         """Return a manifest. Raises :class:`RequestError`: 404 as for profiles, 422 for a budget that cannot work."""
         shape = self._require_model(fingerprint, sibling, workload)
-        built = self._require_built(shape, workload, phase, window or Window())
+        built = self._require_built(shape, workload, phase)
         return build_manifest(built.profile, shape, budget, built.held_out())
 
     def summaries(self, fingerprint: str | None, phase: Phase) -> tuple[ProfileSummary, ...]:
@@ -81,7 +77,7 @@ class Catalog:
             for shape in self._store.models()
             if fingerprint in (None, shape.fingerprint)
             for workload in self._store.workloads(shape.fingerprint)
-            if (built := self._build(shape, shape.fingerprint, workload, phase, Window())) is not None
+            if (built := self._build(shape, shape.fingerprint, workload, phase)) is not None
         )
 
     def nearest(self, fingerprint: str, phase: Phase, session: SessionHistogram) -> NearestWorkloads:
@@ -94,7 +90,7 @@ class Catalog:
 
     def _known_profiles(self, shape: ModelShape, phase: Phase) -> dict[str, Profile]:
         names = self._store.workloads(shape.fingerprint)
-        built = {name: self._build(shape, shape.fingerprint, name, phase, Window()) for name in names}
+        built = {name: self._build(shape, shape.fingerprint, name, phase) for name in names}
         return {name: one.profile for name, one in built.items() if one is not None}
 
     def _build(
@@ -103,7 +99,6 @@ class Catalog:
         source: str,
         workload: str,
         phase: Phase,
-        window: Window,
         warnings: Sequence[str] = (),
     ) -> BuiltProfile | None:
         """Build or remember a profile from the sessions of ``source``; ``None`` without calibration sessions."""
@@ -111,7 +106,7 @@ class Catalog:
             while True:
                 deletions = self._store.deletions
                 counted = self._tallies.of(shape if source == shape.fingerprint else self._shape(source), phase)
-                inputs = self._inputs(TallyKey(source, workload, phase), counted, shape, window)
+                inputs = self._inputs(TallyKey(source, workload, phase), counted, shape)
                 revision = revision_of(shape.fingerprint, workload, phase, inputs)
                 if revision not in self._built:
                     try:
@@ -130,11 +125,11 @@ class Catalog:
                     self._built.popitem(last=False)
                 return self._built[revision]
 
-    def _inputs(self, key: TallyKey, counted: dict[str, Counted], shape: ModelShape, window: Window) -> Inputs:
+    def _inputs(self, key: TallyKey, counted: dict[str, Counted], shape: ModelShape) -> Inputs:
         nothing = Counted(Tally(tuple(layer.n_experts for layer in shape.layers)), 0)
         own = counted.get(key.workload, nothing)
         others = {name: other.tally for name, other in counted.items() if name != key.workload}
-        return Inputs(own.tally, others, partial(self._tallies.held_out, key, own.number), window)
+        return Inputs(own.tally, others, partial(self._tallies.held_out, key, own.number), self._window())
 
     def _shape(self, fingerprint: str) -> ModelShape:
         shape = self._store.model(fingerprint)
@@ -157,9 +152,9 @@ class Catalog:
             hint=hint,
         )
 
-    def _require_built(self, shape: ModelShape, workload: str, phase: Phase, window: Window) -> BuiltProfile:
-        built = self._build(shape, shape.fingerprint, workload, phase, window)
-        built = built or self._from_sibling(shape, workload, phase, window)
+    def _require_built(self, shape: ModelShape, workload: str, phase: Phase) -> BuiltProfile:
+        built = self._build(shape, shape.fingerprint, workload, phase)
+        built = built or self._from_sibling(shape, workload, phase)
         if built is not None:
             return built
         known = self._store.workloads(shape.fingerprint)
@@ -178,7 +173,7 @@ class Catalog:
             hint="upload more sessions of this workload: about four of five calibrate, the rest judge",
         )
 
-    def _from_sibling(self, shape: ModelShape, workload: str, phase: Phase, window: Window) -> BuiltProfile | None:
+    def _from_sibling(self, shape: ModelShape, workload: str, phase: Phase) -> BuiltProfile | None:
         """A profile from the sessions of another quantisation of the same model: its experts are the same ones."""
         for other in self._store.siblings(shape.sibling, workload):
             if other == shape.fingerprint or not _same_experts(shape, self._shape(other)):
@@ -187,7 +182,7 @@ class Catalog:
                 f"no sessions of this file: the profile is from sessions of {other}, another quantisation of the same "
                 "model; its experts are the same, but it may choose a little differently"
             )
-            built = self._build(shape, other, workload, phase, window, [warning])
+            built = self._build(shape, other, workload, phase, [warning])
             if built is not None:
                 return built
         return None

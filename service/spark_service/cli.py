@@ -73,10 +73,18 @@ def run(
         bool,
         typer.Option("--open", help="Ask for no token: all on this machine may do everything. Loopback only."),
     ] = False,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Build profiles on this Ray cluster, or on one of this machine with auto; the results are the same "
+            "[env: SPARKMOE_SERVICE_RAY].",
+        ),
+    ] = None,
     as_json: _Json = False,
 ) -> None:
     """Serve until SIGINT or SIGTERM."""
-    settings = Settings.resolve(host=host, port=port, data_dir=data_dir, open_access=open_access)
+    settings = Settings.resolve(host=host, port=port, data_dir=data_dir, open_access=open_access, ray=ray)
     # Before the imports that take a second: refusals are immediate.
     settings.require_safe_address()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -17,11 +17,13 @@ __all__ = [
     "DB_THREADS",
     "FAILURE_BURST",
     "FAILURE_RATE",
+    "HALF_LIFE_DAYS",
     "HISTORY_PER_KEY",
     "HOST",
     "MAX_BODY_BYTES",
     "MAX_INFLATED_BYTES",
     "PORT",
+    "RAY",
     "READ_BURST",
     "READ_CACHE_BYTES",
     "READ_RATE",
@@ -32,6 +34,7 @@ __all__ = [
     "UPLOAD_BURST",
     "UPLOAD_RATE",
     "VARIABLES",
+    "WINDOW_DAYS",
     "Variable",
 ]
 
@@ -155,6 +158,22 @@ READ_CACHE_BYTES: Variable[int] = Variable(
     "SPARKMOE_SERVICE_READ_CACHE_BYTES", _integer(0, 2**40), 64 * 2**20, "most bytes of answers kept ready in memory"
 )
 
+WINDOW_DAYS: Variable[int] = Variable(
+    "SPARKMOE_SERVICE_WINDOW_DAYS",
+    _integer(0, 36_500),
+    0,
+    "days whose sessions make and judge profiles; 0 is all that are stored",
+)
+HALF_LIFE_DAYS: Variable[int] = Variable(
+    "SPARKMOE_SERVICE_HALF_LIFE_DAYS",
+    _integer(0, 36_500),
+    0,
+    "days after which a session counts half in profiles; 0 is no fading",
+)
+RAY: Variable[str | None] = Variable(
+    "SPARKMOE_SERVICE_RAY", str, None, "Ray cluster that builds profiles, HOST:PORT or auto; threads when unset"
+)
+
 VARIABLES: tuple[Variable[Any], ...] = (
     HOST,
     PORT,
@@ -175,4 +194,7 @@ VARIABLES: tuple[Variable[Any], ...] = (
     SEGMENTS_DIR,
     HISTORY_PER_KEY,
     READ_CACHE_BYTES,
+    WINDOW_DAYS,
+    HALF_LIFE_DAYS,
+    RAY,
 )

@@ -7,6 +7,7 @@ import logging
 import signal
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from types import FrameType
 
 import uvicorn
@@ -14,12 +15,14 @@ import uvicorn
 from spark_service.app import create_app
 from spark_service.db.store import Store
 from spark_service.errors import AddressError
+from spark_service.executors import executor_for
 from spark_service.housekeeping import Housekeeping
 from spark_service.inflate import BodyLimits
 from spark_service.keyring import Keyring
 from spark_service.local_only import LocalOnly
 from spark_service.segment_mover import segment_mover
 from spark_service.settings import Settings
+from spark_service.tally import sliding
 
 __all__ = ["bind", "serve"]
 
@@ -58,7 +61,7 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
     """
     settings.require_safe_address()
     settings.prepare_data_dir()
-    with bind(settings.host, settings.port) as listener:
+    with bind(settings.host, settings.port) as listener, ExitStack() as stack:
         store = Store.open(
             settings.database,
             memory=settings.db_memory,
@@ -69,6 +72,7 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
             keyring = Keyring(store)
             settings.require_tokens(any_stored=keyring.any_usable())
             limits = BodyLimits(settings.max_body_bytes, settings.max_inflated_bytes)
+            executor = stack.enter_context(closing(executor_for(settings.ray)))
             app = create_app(
                 store,
                 token=settings.token,
@@ -78,6 +82,8 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
                 rates=settings.rates,
                 history_per_key=settings.history_per_key,
                 cache_bytes=settings.read_cache_bytes,
+                executor=executor,
+                window=sliding(settings.window_days, settings.half_life_days),
             )
             if settings.open_access:
                 app.add_middleware(LocalOnly)

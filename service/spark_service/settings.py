@@ -36,6 +36,10 @@ class Settings:
     segments_dir: Path
     history_per_key: int
     read_cache_bytes: int
+    window_days: int
+    half_life_days: int
+    ray: str | None
+    """Address of a Ray cluster that builds profiles, or ``auto``; ``None`` for threads."""
 
     @classmethod
     def resolve(
@@ -45,6 +49,7 @@ class Settings:
         port: int | None = None,
         data_dir: Path | None = None,
         open_access: bool = False,
+        ray: str | None = None,
     ) -> Self:
         """Read the environment and let the given options win.
 
@@ -72,6 +77,9 @@ class Settings:
             segments_dir=(env.SEGMENTS_DIR.read() or data_dir / "segments").absolute(),
             history_per_key=env.HISTORY_PER_KEY.read(),
             read_cache_bytes=env.READ_CACHE_BYTES.read(),
+            window_days=env.WINDOW_DAYS.read(),
+            half_life_days=env.HALF_LIFE_DAYS.read(),
+            ray=ray if ray is not None else env.RAY.read(),
         )
 
     @property

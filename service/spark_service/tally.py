@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, date, datetime
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -17,7 +18,7 @@ from spark_runtime.votes import Votes
 from spark_schemas.ids import Split
 from spark_service.sessions import Sessions
 
-__all__ = ["DayTally", "Tally", "Window", "tally_of"]
+__all__ = ["DayTally", "Tally", "Window", "sliding", "tally_of"]
 
 _FORMAT = 1
 _SIDES: tuple[Split, ...] = ("calibration", "held_out")
@@ -53,6 +54,13 @@ class Window:
         if self.days and age >= self.days:
             return 0.0
         return float(0.5 ** (age / self.half_life_days)) if self.half_life_days else 1.0
+
+
+def sliding(days: int, half_life_days: float) -> Callable[[], Window]:
+    """The window as of whatever day it is asked for; where neither bound is set, all days are the same."""
+    if not days and not half_life_days:
+        return Window
+    return lambda: Window((datetime.now(UTC).date() - date(1970, 1, 1)).days, days, half_life_days)
 
 
 @dataclass(frozen=True, slots=True)
