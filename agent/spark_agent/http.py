@@ -185,7 +185,7 @@ class ServiceClient:
             reason = str(error) or type(error).__name__
             raise ServiceUnreachableError(
                 f"no answer from the calibration service at {self.base_url}: {reason[:_MAX_SHOWN]}",
-                hint="start one with `spark-service run`, or correct SPARKMOE_SERVICE_URL",
+                hint="start one with `spark-service run --open`, or correct SPARKMOE_SERVICE_URL",
             ) from error
         if answer.status >= 400:
             raise self._refusal(answer)

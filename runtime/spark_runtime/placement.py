@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from spark_runtime.votes import Votes
+
 if TYPE_CHECKING:
     from spark_schemas.model import ModelShape
 
@@ -22,6 +24,7 @@ __all__ = [
     "Interval",
     "LayerSizes",
     "bootstrap_interval",
+    "bootstrap_intervals",
     "cold_hit_rates",
     "expert_order",
     "floor_bytes",
@@ -38,11 +41,6 @@ __all__ = [
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
-
-FULL_WEIGHT_TOKENS = 256
-"""Sessions with fewer tokens vote with a proportionally smaller weight, so that a stray prompt is not a whole vote."""
-PRIOR_TOKENS = 4.0
-"""Worth of the uniform prior, in tokens of one full session: experts never seen stay possible, ordered by nothing."""
 
 _RESAMPLED_AT_ONCE = 2**22
 
@@ -99,27 +97,14 @@ def frequencies(sessions: Sequence[Sequence[IntArray]], tokens: Sequence[int]) -
     """A workload's expert frequencies: the mean of its sessions' shares plus a small uniform prior.
 
     ``sessions[s][l][e]`` are counts and ``tokens[s]`` the routed tokens behind them. Each session is one vote, smaller
-    for sessions under ``FULL_WEIGHT_TOKENS``, so that one long session does not decide for a team. Every layer of the
-    result is positive and sums to one. The result does not depend on the order of sessions beyond float addition;
-    callers that need the same bits sort them first. Raises ``ValueError`` without sessions.
+    for short ones (:mod:`spark_runtime.votes`), so that one long session does not decide for a team. Every layer of the
+    result is positive and sums to one. The order of sessions changes no bit. Raises ``ValueError`` without sessions.
     """
     if not sessions:
         raise ValueError("no sessions, expected at least one")
-    result: list[FloatArray] = []
-    weights = np.minimum(np.asarray(tokens, dtype=np.float64) / FULL_WEIGHT_TOKENS, 1.0)
-    prior = PRIOR_TOKENS / FULL_WEIGHT_TOKENS
-    for layer in range(len(sessions[0])):
-        n_experts = len(sessions[0][layer])
-        votes = np.full(n_experts, prior / n_experts)
-        total = prior
-        for session, weight in zip(sessions, weights, strict=True):
-            counts = session[layer]
-            selections = int(counts.sum())
-            if selections:
-                votes += weight * (counts / selections)
-                total += float(weight)
-        result.append(votes / total)
-    return result
+    counts = np.stack([np.concatenate(session) for session in sessions])
+    sizes = [len(layer) for layer in sessions[0]]
+    return Votes.of(sizes, counts, np.asarray(tokens, dtype=np.int64)).frequencies()
 
 
 def expert_order(frequency: FloatArray) -> IntArray:
@@ -222,21 +207,32 @@ def session_totals(counts: Sequence[IntArray]) -> list[int]:
 
 
 def bootstrap_interval(values: Sequence[float], *, seed: int = 0, resamples: int = 2000) -> Interval:
-    """Mean of per-session values with a 95% percentile bootstrap interval over sessions (Efron 1979).
+    """Mean of per-session values with a 95% percentile bootstrap interval over sessions: one column of the next."""
+    return bootstrap_intervals(np.asarray(values, dtype=np.float64)[:, None], seed=seed, resamples=resamples)[0]
 
-    Sessions are the unit, not tokens: tokens of one session are not independent. One session gives no interval, so
-    its ends are 0 and 1. Raises ``ValueError`` without values.
+
+def bootstrap_intervals(values: FloatArray, *, seed: int = 0, resamples: int = 2000) -> list[Interval]:
+    """Means of the columns of ``values[session, column]`` with 95% percentile bootstrap intervals (Efron 1979).
+
+    Sessions are the unit, not tokens: tokens of one session are not independent. All columns share the resamples. One
+    session gives no interval, so its ends are 0 and 1. Raises ``ValueError`` without sessions.
     """
-    data = np.asarray(values, dtype=np.float64)
-    if not len(data):
+    n_sessions = len(values)
+    if not n_sessions:
         raise ValueError("no values, expected at least one session")
-    mean = float(data.mean())
-    if len(data) == 1:
-        return Interval(mean, 0.0, 1.0)
+    mean = values.mean(axis=0)
+    if n_sessions == 1:
+        return [Interval(value, 0.0, 1.0) for value in mean.tolist()]
     rng = np.random.default_rng(seed)
     # In blocks, so that many sessions need no more memory than few.
-    block = max(1, _RESAMPLED_AT_ONCE // len(data))
-    sizes = [min(block, resamples - start) for start in range(0, resamples, block)]
-    means = np.concatenate([data[rng.integers(0, len(data), size=(size, len(data)))].mean(axis=1) for size in sizes])
-    low, high = np.quantile(means, [0.025, 0.975])
-    return Interval(mean, float(low), float(high))
+    block = max(1, _RESAMPLED_AT_ONCE // n_sessions)
+    means = []
+    for start in range(0, resamples, block):
+        size = min(block, resamples - start)
+        drawn = rng.integers(0, n_sessions, size=(size, n_sessions)) + n_sessions * np.arange(size)[:, None]
+        times = np.bincount(drawn.ravel(), minlength=size * n_sessions).reshape(size, n_sessions)
+        means.append(times @ values / n_sessions)
+    # Rounding must not put a mean of rates outside of them.
+    drawn_means = np.clip(np.concatenate(means), values.min(axis=0), values.max(axis=0))
+    low, high = np.quantile(drawn_means, [0.025, 0.975], axis=0)
+    return [Interval(*ends) for ends in zip(mean.tolist(), low.tolist(), high.tolist(), strict=True)]

@@ -9,7 +9,7 @@ from pydantic import Field
 from spark_schemas.base import Schema
 from spark_schemas.ids import Count, Fingerprint, Phase, Policy, Revision, Verdict, WorkloadName
 
-__all__ = ["CurvePoint", "LayerFrequencies", "Profile", "ProfileSummary"]
+__all__ = ["CurvePoint", "LayerFrequencies", "Mismatch", "Profile", "ProfileSummary"]
 
 Rate = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -25,6 +25,16 @@ class CurvePoint(Schema):
     high: Rate
     profiles: tuple[WorkloadName, ...] = ()
     """Whose profiles placed the experts: this workload's, or for ``other`` the ones averaged over."""
+
+
+class Mismatch(Schema):
+    """Cold-hit rate that another workload's profile has on this workload's held-out sessions, with its interval."""
+
+    workload: WorkloadName
+    residency: Annotated[float, Field(gt=0.0, le=1.0)]
+    cold_hit_rate: Rate
+    low: Rate
+    high: Rate
 
 
 class LayerFrequencies(Schema):
@@ -64,6 +74,10 @@ class Profile(Schema):
     tokens_held_out: Count
     layers: tuple[LayerFrequencies, ...]
     curves: tuple[CurvePoint, ...]
+    mismatch: tuple[Mismatch, ...] = ()
+    """One row of the mismatch matrix: every other workload of the model, at every residency."""
+    warnings: tuple[str, ...] = ()
+    """What a reader must know before trusting it."""
     verdict: Verdict | None
     """``None`` while too few held-out sessions support one; ``verdict_reason`` says how many are missing."""
     verdict_reason: str

@@ -12,6 +12,8 @@ from spark_schemas.api import API_PREFIX, PROBLEM_MEDIA_TYPE, Problem
 from spark_schemas.histogram import MAX_SESSIONS_PER_UPLOAD, HistogramUpload
 from spark_schemas.ids import MAX_COUNT
 from spark_schemas.split import split_of
+from spark_service.admin import REQUEST_BODIES
+from spark_service.auth import add_security
 from spark_service.inflate import ENCODINGS, BodyLimits
 from spark_service.ingest import MAX_KEY_LENGTH
 
@@ -25,13 +27,18 @@ PROBLEM_CODES: dict[str, tuple[int, str]] = {
     "invalid_json": (400, "the body is no JSON document in UTF-8"),
     "duplicate_key": (400, "an object of the body has a key twice"),
     "unauthorized": (401, "the request carries no valid token"),
+    "wrong_scope": (403, "the token's scope does not reach this operation"),
+    "not_local": (403, "the service is open to its own machine alone, and the request names or comes from another"),
+    "open_service": (403, "a service run with --open gives no lasting secrets"),
     "not_found": (404, "there is no such path"),
     "unknown_model": (404, "nothing was uploaded for this fingerprint"),
     "unknown_workload": (404, "nothing was uploaded for this workload of the model"),
     "no_calibration_sessions": (404, "the workload has no session on the calibration side in this phase"),
+    "unknown_token": (404, "there is no token of this id"),
     "unknown_backup": (404, "there is no backup of this name"),
     "method_not_allowed": (405, "the path has no such method; Allow lists those it has"),
     "model_mismatch": (409, "the fingerprint is known with another shape"),
+    "token_ended": (409, "the token was revoked or has expired"),
     "backup_running": (409, "a backup is being made already; Retry-After says when to ask again"),
     "body_too_large": (413, "the body is longer than the service takes, as sent or inflated"),
     "unsupported_media_type": (415, "Content-Type is not application/json"),
@@ -41,6 +48,7 @@ PROBLEM_CODES: dict[str, tuple[int, str]] = {
     "invalid_parameter": (422, "a parameter is missing, unknown, there twice, or has a value it cannot have"),
     "context_too_long": (422, "n_ctx is above the model's context length"),
     "budget_too_small": (422, "the model does not fit the memory budget"),
+    "too_many_requests": (429, "more requests than the service takes from one client; Retry-After says when to go on"),
     "internal_error": (500, "a fault of the service"),
     "storage_unavailable": (503, "the database cannot answer; nothing was changed; Retry-After says when to try again"),
     "storage_full": (507, "no room left; nothing was kept; the same request can be sent again later"),
@@ -141,8 +149,8 @@ The first upload of a fingerprint says what the model is; a later one that diffe
 ## Answers
 Answers that list an `ETag` header have a strong one; sent back in `If-None-Match`, it is answered `304` without a body
 while nothing has changed. Every error is `{PROBLEM_MEDIA_TYPE}` (RFC 9457) with a stable `code`; where one field is at
-fault, `field`, `found` and `expected` name it. `503`, `507`, `409 backup_running` and lost connections can be tried
-again as they are; other errors need another request.
+fault, `field`, `found` and `expected` name it. `429`, `503`, `507`, `409 backup_running` and lost connections can be
+tried again as they are; other errors need another request.
 
 | status | code | meaning |
 |---|---|---|
@@ -157,12 +165,16 @@ def install_document(app: FastAPI) -> None:
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version="v1", description=_description(), routes=app.routes)
             _, definitions = models_json_schema(
-                [(HistogramUpload, "validation"), (Problem, "serialization")],
+                [
+                    (HistogramUpload, "validation"),
+                    (Problem, "serialization"),
+                    *((model, "validation") for model in REQUEST_BODIES),
+                ],
                 ref_template="#/components/schemas/{model}",
             )
             components = schema.setdefault("components", {})
             components.setdefault("schemas", {}).update(definitions["$defs"])
-            components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+            add_security(schema)
             for path, operations in schema["paths"].items():
                 for method, operation in operations.items():
                     _complete(path, method, operation)
@@ -178,9 +190,7 @@ def _complete(path: str, method: str, operation: dict[str, Any]) -> None:
     if path != "/healthz":
         codes.add("storage_unavailable")
     if path.startswith(API_PREFIX):
-        # Without tokens none is needed, either.
-        operation["security"] = [{"token": []}, {}]
-        codes.add("unauthorized")
+        codes |= {"unauthorized", "wrong_scope", "not_local", "too_many_requests"}
     if operation.get("parameters"):
         codes.add("invalid_parameter")
     codes |= _OWN_CODES.get((method, path.removeprefix(API_PREFIX)), set())
@@ -200,7 +210,7 @@ def _problem(status: int, codes: list[str]) -> dict[str, Any]:
     }
     if status == 401:
         response["headers"] = {"WWW-Authenticate": {"schema": {"type": "string"}}}
-    if status == 503:
+    if status in (429, 503):
         response["headers"] = {
             "Retry-After": {"schema": {"type": "string"}, "description": "Seconds to wait before trying again."}
         }
@@ -228,6 +238,22 @@ _OWN_CODES: dict[tuple[str, str], set[str]] = {
     ("get", "/profiles/{fingerprint}/{workload}"): _READ_CODES,
     ("get", "/manifests/{fingerprint}/{workload}"): _READ_CODES | {"budget_too_small", "context_too_long"},
     ("post", "/admin/backup"): {"backup_running", "storage_full"},
+    ("post", "/admin/tokens"): {
+        "invalid_json",
+        "body_incomplete",
+        "invalid_parameter",
+        "open_service",
+        "body_too_large",
+    },
+    ("delete", "/admin/tokens/{token_id}"): {"unknown_token"},
+    ("post", "/admin/tokens/{token_id}/rotate"): {
+        "invalid_json",
+        "body_incomplete",
+        "body_too_large",
+        "open_service",
+        "unknown_token",
+        "token_ended",
+    },
     ("get", "/admin/backups/{name}"): {"unknown_backup"},
     ("delete", "/admin/backups/{name}"): {"unknown_backup"},
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+from concurrent.futures import Future
 from typing import Annotated, Any, Literal
 
 import anyio
@@ -16,17 +18,22 @@ from spark_schemas.ids import MAX_COUNT, Fingerprint, Phase, SessionHash, Siblin
 from spark_schemas.manifest import PlacementManifest
 from spark_schemas.profile import Profile
 from spark_service import problems, version
+from spark_service.admin import add_admin
 from spark_service.api_document import UPLOAD_EXTRA, install_document
-from spark_service.auth import BearerToken
+from spark_service.auth import Gate, actor_of
 from spark_service.backup_routes import add_backups
+from spark_service.canonical import read_upload
 from spark_service.catalog import Catalog
 from spark_service.conditional import conditional_json
+from spark_service.db.batch import KeyedUpload
 from spark_service.db.migrate import available
 from spark_service.db.store import Store
 from spark_service.errors import RequestError
 from spark_service.inflate import BodyLimits, inflate, read_body, require_encoding
-from spark_service.ingest import parse_upload, require_idempotency_key, require_json
+from spark_service.ingest import require_idempotency_key, require_json
+from spark_service.keyring import Keyring
 from spark_service.manifests import Budget
+from spark_service.rate_limit import Rates
 from spark_service.single_keys import require_single_parameters
 
 __all__ = ["Alive", "Deleted", "Version", "create_app"]
@@ -87,9 +94,21 @@ class Alive(BaseModel):
     status: Literal["ok"] = "ok"
 
 
-def create_app(store: Store, *, token: str | None = None, limits: BodyLimits | None = None) -> FastAPI:
-    """Make the API over an open store, which stays the caller's to close. With ``token``, ``/api`` demands it."""
+def create_app(
+    store: Store,
+    *,
+    token: str | None = None,
+    open_access: bool = False,
+    keyring: Keyring | None = None,
+    limits: BodyLimits | None = None,
+    rates: Rates | None = None,
+) -> FastAPI:
+    """Make the API over an open store, which stays the caller's to close.
+
+    Requests need a token of the store, or ``token``, which has admin scope, unless access is open to everybody.
+    """
     catalog = Catalog(store)
+    keyring = keyring or Keyring(store)
     app = FastAPI(
         title="Spark calibration service",
         version=version(),
@@ -101,11 +120,11 @@ def create_app(store: Store, *, token: str | None = None, limits: BodyLimits | N
         responses={"default": {"description": "Problem details", "content": _schema(Problem, PROBLEM_MEDIA_TYPE)}},
     )
     problems.install(app)
-    if token is not None:
-        app.add_middleware(BearerToken, token=token)
+    app.add_middleware(Gate, keyring=keyring, token=token, open_access=open_access, rates=rates)
     _add_probes(app, store)
     _add_writes(app, store, limits or BodyLimits())
     _add_reads(app, catalog)
+    add_admin(app, store, keyring)
     add_backups(app, store)
     install_document(app)
     return app
@@ -134,9 +153,9 @@ def _add_probes(app: FastAPI, store: Store) -> None:
 def _add_writes(app: FastAPI, store: Store, limits: BodyLimits) -> None:
     slots = anyio.CapacityLimiter(PARALLEL_UPLOADS)
 
-    def take(body: bytes, encoding: str, key: str) -> UploadReceipt:
+    def take(body: bytes, encoding: str, key: str, actor: str) -> Future[UploadReceipt]:
         raw = inflate(body, encoding, limits.inflated_bytes)
-        return store.add_upload(parse_upload(raw), key, hashlib.sha256(raw).hexdigest())
+        return store.submit_upload(KeyedUpload(read_upload(raw), key, hashlib.sha256(raw).hexdigest(), actor))
 
     @app.post(
         f"{API_PREFIX}/histograms",
@@ -153,13 +172,13 @@ def _add_writes(app: FastAPI, store: Store, limits: BodyLimits) -> None:
             body = await read_body(request.stream(), request.headers.get("content-length"), limits.body_bytes)
         except ClientDisconnect as error:
             raise RequestError(400, "body_incomplete", "body: the connection ended before the body did") from error
-        receipt = await run_sync(take, body, encoding, key, limiter=slots)
+        receipt = await asyncio.wrap_future(await run_sync(take, body, encoding, key, actor_of(request), limiter=slots))
         return Response(receipt.model_dump_json(), 202, media_type="application/json")
 
     @app.delete(f"{API_PREFIX}/sessions/{{session_hash}}")
-    def delete_session(session_hash: _PathSession) -> Deleted:
+    def delete_session(session_hash: _PathSession, request: Request) -> Deleted:
         """Remove a session from every later profile, for good: sent again, it is ignored."""
-        return Deleted(session_hash=session_hash, removed=store.delete_session(session_hash))
+        return Deleted(session_hash=session_hash, removed=store.delete_session(session_hash, actor_of(request)))
 
 
 def _add_reads(app: FastAPI, catalog: Catalog) -> None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
+from functools import partial
 
 from spark_schemas.ids import Phase
 from spark_schemas.manifest import PlacementManifest
 from spark_schemas.model import ModelShape
 from spark_schemas.profile import Profile, ProfileSummary
-from spark_schemas.split import split_of
-from spark_service.builders import BuiltProfile, build_profile, revision_of
+from spark_service.builders import BuiltProfile, Inputs, build_profile, revision_of
 from spark_service.db.store import Store
-from spark_service.errors import RequestError
+from spark_service.db.tallies import Counted, TallyKey
+from spark_service.errors import RequestError, StorageError
+from spark_service.executors import Executor, LocalExecutor
 from spark_service.manifests import Budget, build_manifest
-from spark_service.sessions import SessionPart
+from spark_service.tallies import Tallies
+from spark_service.tally import Tally, Window
 
 __all__ = ["Catalog"]
 
@@ -22,25 +26,40 @@ __all__ = ["Catalog"]
 class Catalog:
     """Builds what is asked for. A revision names the inputs, so a remembered profile is never stale."""
 
-    def __init__(self, store: Store, *, remembered: int = 32) -> None:
+    def __init__(self, store: Store, *, executor: Executor | None = None, remembered: int = 32) -> None:
         self._store = store
+        self._executor = executor or LocalExecutor()
+        self._tallies = Tallies(store, self._executor)
         self._remembered = remembered
         self._built: OrderedDict[str, BuiltProfile | None] = OrderedDict()
         # One build at a time: a second request for the same profile finds it done.
         self._building = threading.Lock()
 
-    def profile(self, fingerprint: str, workload: str, phase: Phase, sibling: str | None = None) -> Profile:
+    def profile(
+        self,
+        fingerprint: str,
+        workload: str,
+        phase: Phase,
+        sibling: str | None = None,
+        window: Window | None = None,
+    ) -> Profile:
         """Return a profile. Raises :class:`RequestError` (404) when there is nothing to build it from."""
         shape = self._require_model(fingerprint, sibling, workload)
-        return self._require_built(shape, workload, phase).profile
+        return self._require_built(shape, workload, phase, window or Window()).profile
 
     def manifest(
-        self, fingerprint: str, workload: str, phase: Phase, budget: Budget, sibling: str | None = None
+        self,
+        fingerprint: str,
+        workload: str,
+        phase: Phase,
+        budget: Budget,
+        sibling: str | None = None,
+        window: Window | None = None,
     ) -> PlacementManifest:
         """Return a manifest. Raises :class:`RequestError`: 404 as for profiles, 422 for a budget that cannot work."""
         shape = self._require_model(fingerprint, sibling, workload)
-        built = self._require_built(shape, workload, phase)
-        return build_manifest(built.profile, shape, budget, built.held_out)
+        built = self._require_built(shape, workload, phase, window or Window())
+        return build_manifest(built.profile, shape, budget, built.held_out())
 
     def summaries(self, fingerprint: str | None, phase: Phase) -> tuple[ProfileSummary, ...]:
         """List every profile that can be pulled; each is built if it is not remembered."""
@@ -58,36 +77,52 @@ class Catalog:
             for shape in self._store.models()
             if fingerprint in (None, shape.fingerprint)
             for workload in self._store.workloads(shape.fingerprint)
-            if (built := self._build(shape, workload, phase)) is not None
+            if (built := self._build(shape, shape.fingerprint, workload, phase, Window())) is not None
         )
 
-    def _build(self, shape: ModelShape, workload: str, phase: Phase) -> BuiltProfile | None:
-        """Build or remember a profile; ``None`` without calibration sessions."""
+    def _build(
+        self,
+        shape: ModelShape,
+        source: str,
+        workload: str,
+        phase: Phase,
+        window: Window,
+        warnings: Sequence[str] = (),
+    ) -> BuiltProfile | None:
+        """Build or remember a profile from the sessions of ``source``; ``None`` without calibration sessions."""
         with self._building:
             while True:
-                ids = self._inputs(shape.fingerprint, workload, phase)
-                revision = revision_of(shape.fingerprint, workload, phase, ids)
+                deletions = self._store.deletions
+                counted = self._tallies.of(shape if source == shape.fingerprint else self._shape(source), phase)
+                inputs = self._inputs(TallyKey(source, workload, phase), counted, shape, window)
+                revision = revision_of(shape.fingerprint, workload, phase, inputs)
                 if revision not in self._built:
-                    wanted = [content_id for name in ids for content_id in ids[name]]
-                    parts = self._store.parts(wanted, phase)
-                    if len(parts) != len(wanted):
-                        continue  # A session was deleted between the two reads: the revision has changed.
-                    by_workload: dict[str, list[SessionPart]] = {}
-                    for part in parts:
-                        by_workload.setdefault(part.workload, []).append(part)
-                    self._built[revision] = build_profile(shape, workload, phase, revision, by_workload)
+                    try:
+                        built = build_profile(
+                            shape, workload, phase, revision, inputs, self._executor, warnings=warnings
+                        )
+                    except StorageError:
+                        if self._store.deletions == deletions:
+                            raise
+                        continue  # A file of histograms goes when something in it is deleted.
+                    if self._store.deletions != deletions:
+                        continue  # Some of what was counted may have been gone when it was to judge.
+                    self._built[revision] = built
                 self._built.move_to_end(revision)
                 while len(self._built) > self._remembered:
                     self._built.popitem(last=False)
                 return self._built[revision]
 
-    def _inputs(self, fingerprint: str, workload: str, phase: Phase) -> dict[str, list[str]]:
-        """Content ids by workload that a profile is built from: its own, and what calibrates the others."""
-        ids: dict[str, list[str]] = {}
-        for key in self._store.part_keys(fingerprint, phase):
-            if key.workload == workload or split_of(key.session_hash) == "calibration":
-                ids.setdefault(key.workload, []).append(key.content_id)
-        return ids
+    def _inputs(self, key: TallyKey, counted: dict[str, Counted], shape: ModelShape, window: Window) -> Inputs:
+        nothing = Counted(Tally(tuple(layer.n_experts for layer in shape.layers)), 0)
+        own = counted.get(key.workload, nothing)
+        others = {name: other.tally for name, other in counted.items() if name != key.workload}
+        return Inputs(own.tally, others, partial(self._tallies.held_out, key, own.number), window)
+
+    def _shape(self, fingerprint: str) -> ModelShape:
+        shape = self._store.model(fingerprint)
+        assert shape is not None  # noqa: S101  it has sessions
+        return shape
 
     def _require_model(self, fingerprint: str, sibling: str | None, workload: str) -> ModelShape:
         shape = self._store.model(fingerprint)
@@ -105,15 +140,16 @@ class Catalog:
             hint=hint,
         )
 
-    def _require_built(self, shape: ModelShape, workload: str, phase: Phase) -> BuiltProfile:
-        built = self._build(shape, workload, phase)
+    def _require_built(self, shape: ModelShape, workload: str, phase: Phase, window: Window) -> BuiltProfile:
+        built = self._build(shape, shape.fingerprint, workload, phase, window)
+        built = built or self._from_sibling(shape, workload, phase, window)
         if built is not None:
             return built
         known = self._store.workloads(shape.fingerprint)
         if workload not in known:
             raise self._unknown_workload(shape, workload, known)
-        keys = self._store.part_keys(shape.fingerprint, phase)
-        held_out = len({key.session_hash for key in keys if key.workload == workload})
+        counted = self._tallies.of(shape, phase).get(workload)
+        held_out = counted.tally.votes("held_out").n_sessions if counted is not None else 0
         raise RequestError(
             404,
             "no_calibration_sessions",
@@ -124,6 +160,20 @@ class Catalog:
             expected="at least 1",
             hint="upload more sessions of this workload: about four of five calibrate, the rest judge",
         )
+
+    def _from_sibling(self, shape: ModelShape, workload: str, phase: Phase, window: Window) -> BuiltProfile | None:
+        """A profile from the sessions of another quantisation of the same model: its experts are the same ones."""
+        for other in self._store.siblings(shape.sibling, workload):
+            if other == shape.fingerprint or not _same_experts(shape, self._shape(other)):
+                continue
+            warning = (
+                f"no sessions of this file: the profile is from sessions of {other}, another quantisation of the same "
+                "model; its experts are the same, but it may choose a little differently"
+            )
+            built = self._build(shape, other, workload, phase, window, [warning])
+            if built is not None:
+                return built
+        return None
 
     def _unknown_workload(self, shape: ModelShape, workload: str, known: list[str]) -> RequestError:
         hint = f"record sessions of it and upload them: spark-agent record MODEL --workload {workload}"
@@ -139,3 +189,9 @@ class Catalog:
             expected=", ".join(known) or "none yet",
             hint=hint,
         )
+
+
+def _same_experts(one: ModelShape, other: ModelShape) -> bool:
+    return [(layer.block, layer.n_experts, layer.top_k) for layer in one.layers] == [
+        (layer.block, layer.n_experts, layer.top_k) for layer in other.layers
+    ]

@@ -12,6 +12,7 @@ import typer
 
 from spark_service import version
 from spark_service.cli_backup import add_backup_commands
+from spark_service.commands import records, tokens
 from spark_service.errors import SparkServiceError
 from spark_service.settings import Settings
 
@@ -64,10 +65,14 @@ def run(
         ),
     ] = None,
     data_dir: _DataDir = None,
+    open_access: Annotated[
+        bool,
+        typer.Option("--open", help="Ask for no token: all on this machine may do everything. Loopback only."),
+    ] = False,
     as_json: _Json = False,
 ) -> None:
     """Serve until SIGINT or SIGTERM."""
-    settings = Settings.resolve(host=host, port=port, data_dir=data_dir)
+    settings = Settings.resolve(host=host, port=port, data_dir=data_dir, open_access=open_access)
     # Before the imports that take a second: refusals are immediate.
     settings.require_safe_address()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -120,6 +125,12 @@ def migrate(
         typer.echo(f"{'would apply' if dry_run else 'applied'}: {', '.join(names)}")
     else:
         typer.echo(f"nothing to do: schema version {len(available())}")
+
+
+app.add_typer(tokens.app, name="token")
+app.add_typer(records.retention_app, name="retention")
+app.add_typer(records.session_app, name="session")
+app.command("audit")(records.audit_command)
 
 
 def main() -> None:

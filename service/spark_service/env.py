@@ -15,11 +15,20 @@ __all__ = [
     "DATA_DIR",
     "DB_MEMORY",
     "DB_THREADS",
+    "FAILURE_BURST",
+    "FAILURE_RATE",
     "HOST",
     "MAX_BODY_BYTES",
     "MAX_INFLATED_BYTES",
     "PORT",
+    "READ_BURST",
+    "READ_RATE",
+    "RETENTION_DAYS",
+    "SEGMENTS_DIR",
+    "SEGMENT_AFTER_DAYS",
     "TOKEN",
+    "UPLOAD_BURST",
+    "UPLOAD_RATE",
     "VARIABLES",
     "Variable",
 ]
@@ -60,6 +69,12 @@ def _integer(low: int, high: int) -> Callable[[str], int]:
     return parse
 
 
+def _rate(text: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,6}(?:\.[0-9]{1,3})?", text):
+        raise ValueError("a number from 0 to 999999 with at most 3 decimals")
+    return float(text)
+
+
 def _memory(text: str) -> str:
     if not re.fullmatch(r"[1-9][0-9]*(?:\.[0-9]+)? ?[KMGT]i?B", text):
         raise ValueError("a size such as 512MB or 2GB")
@@ -82,7 +97,7 @@ DATA_DIR: Variable[Path | None] = Variable(
     "SPARKMOE_SERVICE_DATA_DIR", _path, None, "folder of the database; the user's data folder when unset"
 )
 TOKEN: Variable[str | None] = Variable(
-    "SPARKMOE_SERVICE_TOKEN", _token, None, "bearer token that every /api request must carry"
+    "SPARKMOE_SERVICE_TOKEN", _token, None, "admin token of the service; commands given --service send it"
 )
 MAX_BODY_BYTES: Variable[int] = Variable(
     "SPARKMOE_SERVICE_MAX_BODY_BYTES", _integer(1, 2**40), 4 * 2**20, "most bytes of a request body as sent"
@@ -92,6 +107,42 @@ MAX_INFLATED_BYTES: Variable[int] = Variable(
 )
 DB_MEMORY: Variable[str] = Variable("SPARKMOE_SERVICE_DB_MEMORY", _memory, "1GB", "memory limit of the database")
 DB_THREADS: Variable[int] = Variable("SPARKMOE_SERVICE_DB_THREADS", _integer(1, 256), 2, "threads of the database")
+READ_RATE: Variable[float] = Variable(
+    "SPARKMOE_SERVICE_READ_RATE", _rate, 5000.0, "requests a second that a token may make to read; 0 is no limit"
+)
+READ_BURST: Variable[int] = Variable(
+    "SPARKMOE_SERVICE_READ_BURST", _integer(1, 10**6), 10_000, "reads that a token may make at once"
+)
+UPLOAD_RATE: Variable[float] = Variable(
+    "SPARKMOE_SERVICE_UPLOAD_RATE", _rate, 2000.0, "requests a second that a token may make to write; 0 is no limit"
+)
+UPLOAD_BURST: Variable[int] = Variable(
+    "SPARKMOE_SERVICE_UPLOAD_BURST", _integer(1, 10**6), 4000, "writes that a token may make at once"
+)
+FAILURE_RATE: Variable[float] = Variable(
+    "SPARKMOE_SERVICE_FAILURE_RATE",
+    _rate,
+    1.0,
+    "requests a second without a valid token that an address may make before it is put off; 0 is no limit",
+)
+FAILURE_BURST: Variable[int] = Variable(
+    "SPARKMOE_SERVICE_FAILURE_BURST", _integer(1, 10**6), 60, "requests without a valid token at once"
+)
+RETENTION_DAYS: Variable[int] = Variable(
+    "SPARKMOE_SERVICE_RETENTION_DAYS",
+    _integer(0, 36_500),
+    0,
+    "days after which what was received is removed for good; 0 keeps it",
+)
+SEGMENT_AFTER_DAYS: Variable[int] = Variable(
+    "SPARKMOE_SERVICE_SEGMENT_AFTER_DAYS",
+    _integer(0, 36500),
+    30,
+    "days after which histograms move from the database into Parquet files, 0 for never",
+)
+SEGMENTS_DIR: Variable[Path | None] = Variable(
+    "SPARKMOE_SERVICE_SEGMENTS_DIR", _path, None, "folder of those files; segments in the data folder when unset"
+)
 
 VARIABLES: tuple[Variable[Any], ...] = (
     HOST,
@@ -102,4 +153,13 @@ VARIABLES: tuple[Variable[Any], ...] = (
     MAX_INFLATED_BYTES,
     DB_MEMORY,
     DB_THREADS,
+    READ_RATE,
+    READ_BURST,
+    UPLOAD_RATE,
+    UPLOAD_BURST,
+    FAILURE_RATE,
+    FAILURE_BURST,
+    RETENTION_DAYS,
+    SEGMENT_AFTER_DAYS,
+    SEGMENTS_DIR,
 )

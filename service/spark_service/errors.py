@@ -2,9 +2,12 @@
 
 SparkServiceError                  a message for people, a hint, an exit code
 ├── EnvironmentVariableError       a SPARKMOE_* variable holds a value that cannot be used
+├── UsageError                     an option holds a value that cannot be used (exit code 2)
 ├── RefusedError                   refused for safety (exit code 3)
+├── ServiceCallError               a running service, asked by a command, refused or did not answer
 ├── DataDirError                   the data folder cannot be created or written
 ├── AddressError                   the address cannot be listened on
+├── ExecutorError                  the cluster that builds profiles cannot be used
 ├── DatabaseError                  the database cannot be opened
 │   ├── DatabaseLockedError        another process owns the file
 │   ├── DatabaseFormatError        the file is damaged, or not this service's
@@ -14,6 +17,7 @@ SparkServiceError                  a message for people, a hint, an exit code
 ├── StorageError                   the open database refused an operation (HTTP 503)
 │   └── StorageFullError           no room left for it (HTTP 507)
 └── RequestError                   what a client sent or asked for is wrong (HTTP 4xx, with a stable code)
+    └── OverloadedError            nothing is wrong with it, but too much else waits (HTTP 503)
 
 A message says what failed, what was found and what was expected; the hint says what to do.
 """
@@ -28,12 +32,16 @@ __all__ = [
     "DatabaseFormatError",
     "DatabaseLockedError",
     "EnvironmentVariableError",
+    "ExecutorError",
     "MigrationError",
+    "OverloadedError",
     "RefusedError",
     "RequestError",
+    "ServiceCallError",
     "SparkServiceError",
     "StorageError",
     "StorageFullError",
+    "UsageError",
     "VerificationError",
 ]
 
@@ -53,10 +61,23 @@ class EnvironmentVariableError(SparkServiceError):
     """A ``SPARKMOE_*`` variable holds a value that cannot be used."""
 
 
+class UsageError(SparkServiceError):
+    """An option holds a value that cannot be used."""
+
+    exit_code = 2
+
+    def __init__(self, message: str, hint: str | None = "--help describes every option") -> None:
+        super().__init__(message, hint)
+
+
 class RefusedError(SparkServiceError):
     """Refused for safety."""
 
     exit_code = 3
+
+
+class ServiceCallError(SparkServiceError):
+    """A running service, asked by a command, refused or did not answer."""
 
 
 class DataDirError(SparkServiceError):
@@ -65,6 +86,10 @@ class DataDirError(SparkServiceError):
 
 class AddressError(SparkServiceError):
     """The address cannot be listened on."""
+
+
+class ExecutorError(SparkServiceError):
+    """The cluster that is to build profiles is not installed, not there, or failed."""
 
 
 class DatabaseError(SparkServiceError):
@@ -124,3 +149,7 @@ class RequestError(SparkServiceError):
         self.found = found
         self.expected = expected
         self.headers = headers
+
+
+class OverloadedError(RequestError):
+    """Nothing is wrong with a request, but too much else waits: it was not kept, and may be sent again."""

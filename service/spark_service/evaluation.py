@@ -6,10 +6,13 @@ own rate, and its interval a bootstrap over sessions: sessions are the unit, bec
 - ``uniform``: the first experts of every layer, the same share of each.
 - ``random``: any experts, the same share of each layer; the mean of five seeds.
 - ``own``: this workload's profile, slots by greedy.
-- ``other``: the mean over all other workloads' profiles of the model.
+- ``other``: the mean over all other workloads' profiles of the model; each of them is in the mismatch matrix.
 - ``oracle``: the held-out sessions' own mean shares: no static placement can do better on them.
 - ``lru``: a cache of the uniform slots that evicts the least recently used expert, started empty. Exact, from reuse
   distances, so for decode alone.
+
+A profile whose hottest experts stay while the rest of the slots are a cache cannot be told from counts: how the order
+of the two kinds mixes is not in them, and what can be said for certain is no better than placing once.
 """
 
 from __future__ import annotations
@@ -19,35 +22,28 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from spark_runtime.placement import (
+    Interval,
     LayerSizes,
     bootstrap_interval,
-    cold_hit_rates,
-    greedy_slots,
-    hot_set,
-    lru_cold_hit_rates,
+    bootstrap_intervals,
     residency_budget,
-    session_totals,
-    shares,
     uniform_slots,
 )
 from spark_schemas.ids import Policy, Verdict
-from spark_schemas.profile import CurvePoint
-from spark_service.sessions import IntArray, Session, stack_counts
+from spark_schemas.profile import CurvePoint, Mismatch
+from spark_service.sessions import IntArray
+from spark_service.trials import FloatArray, Rates, Trials, first_experts, placed_by
 
 __all__ = [
     "MIN_SESSIONS",
     "RESIDENCIES",
     "VERDICT_RESIDENCY",
     "Evaluation",
-    "evaluate",
-    "first_experts",
+    "Plan",
     "uniform_slots_for",
 ]
-
-FloatArray = NDArray[np.float64]
 
 RESIDENCIES = tuple(step / 10 for step in range(1, 11))
 VERDICT_RESIDENCY = 0.6
@@ -55,6 +51,8 @@ MIN_SESSIONS = 3
 """Fewest sessions on either side of the split that support a verdict."""
 RANDOM_SEEDS = 5
 _CACHE = "cache without a profile, at best"
+_DIGITS = 12
+"""Published rates have no more: the last bits of a float sum differ between machines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,56 +60,83 @@ class Evaluation:
     """Curves of all policies and what follows from them."""
 
     curves: tuple[CurvePoint, ...]
+    mismatch: tuple[Mismatch, ...]
     verdict: Verdict | None
     verdict_reason: str
 
 
-def evaluate(
-    layers: Sequence[LayerSizes],
-    workload: str,
-    own: Sequence[FloatArray],
-    others: Mapping[str, Sequence[FloatArray]],
-    held_out: Sequence[Session],
-    n_calibration: int,
-) -> Evaluation:
-    """Evaluate a workload's frequencies ``own[layer][expert]`` and the other workloads' on held-out sessions.
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a workload's frequencies ``own[layer][expert]`` and the other workloads' are tried against."""
 
-    Without held-out sessions there are no curves and no verdict.
-    """
-    curves: list[CurvePoint] = []
-    at_verdict: dict[str, FloatArray] = {}
-    placed_by: dict[Policy, tuple[str, ...]] = {"own": (workload,), "other": tuple(sorted(others))}
-    if not held_out:
-        return Evaluation((), *_verdict({}, n_calibration, 0))
-    judges = _Judges(held_out)
-    for residency in RESIDENCIES:
-        budget = residency_budget(layers, residency)
-        rates = _rates_at(layers, budget, own, others, judges)
-        for policy, values in rates.items():
-            interval = bootstrap_interval(values.tolist())
-            curves.append(
-                CurvePoint(
-                    policy=policy,
-                    residency=residency,
-                    cold_hit_rate=interval.mean,
-                    low=interval.low,
-                    high=interval.high,
-                    profiles=placed_by.get(policy, ()),
-                )
-            )
-        if residency == VERDICT_RESIDENCY:
-            at_verdict = {str(policy): values for policy, values in rates.items()}
-            if "lru" in rates:
-                at_verdict[_CACHE] = _filled_cache_at_best(
-                    judges, uniform_slots_for(tuple(layers), budget), rates["lru"]
-                )
-    verdict, reason = _verdict(at_verdict, n_calibration, len(held_out))
-    return Evaluation(tuple(curves), verdict, reason)
+    workload: str
+    others: tuple[str, ...]
+    trials: Trials
 
+    @classmethod
+    def of(
+        cls,
+        layers: Sequence[LayerSizes],
+        workload: str,
+        own: Sequence[FloatArray],
+        others: Mapping[str, Sequence[FloatArray]],
+        oracle: Sequence[FloatArray],
+    ) -> Plan:
+        """Trials at every residency; ``oracle`` are the mean shares of the sessions that will judge."""
+        names = tuple(sorted(others))
+        static: list[Sequence[IntArray]] = []
+        caches = []
+        for residency in RESIDENCIES:
+            budget = residency_budget(layers, residency)
+            slots = uniform_slots_for(tuple(layers), budget)
+            static.append(first_experts(slots))
+            static += [_random_experts(layers, slots, seed) for seed in range(RANDOM_SEEDS)]
+            static.append(placed_by(own, layers, budget))
+            static += [placed_by(others[name], layers, budget) for name in names]
+            static.append(placed_by(oracle, layers, budget))
+            caches.append(slots)
+        budget = residency_budget(layers, VERDICT_RESIDENCY)
+        fresh = [first_experts(uniform_slots_for(tuple(layers), budget))]
+        return cls(workload, names, Trials.of(layers, static, caches, fresh))
 
-def first_experts(slots: Sequence[int]) -> list[IntArray]:
-    """The uniform placement: the first ids of each layer."""
-    return [np.arange(count) for count in slots]
+    def evaluate(self, rates: Rates | None, n_calibration: int) -> Evaluation:
+        """Curves, mismatch and verdict from the rates of all held-out sessions; ``None`` without any of them."""
+        if rates is None:
+            return Evaluation((), (), *_verdict({}, n_calibration, 0))
+        values: dict[tuple[Policy, float], FloatArray] = {}
+        by_other: dict[tuple[str, float], FloatArray] = {}
+        width = 1 + RANDOM_SEEDS + 1 + len(self.others) + 1
+        for index, residency in enumerate(RESIDENCIES):
+            columns = rates.static[:, index * width : (index + 1) * width]
+            others = columns[:, RANDOM_SEEDS + 2 : -1]
+            values["uniform", residency] = columns[:, 0]
+            values["random", residency] = columns[:, 1 : RANDOM_SEEDS + 1].mean(axis=1)
+            values["own", residency] = columns[:, RANDOM_SEEDS + 1]
+            if self.others:
+                values["other", residency] = others.mean(axis=1)
+            values["oracle", residency] = columns[:, -1]
+            if rates.lru is not None:
+                values["lru", residency] = rates.lru[:, index]
+            by_other |= {(name, residency): others[:, column] for column, name in enumerate(self.others)}
+        intervals = bootstrap_intervals(np.stack([*values.values(), *by_other.values()], axis=1))
+        placed: dict[Policy, tuple[str, ...]] = {"own": (self.workload,), "other": self.others}
+        curves = tuple(
+            CurvePoint(policy=policy, residency=residency, profiles=placed.get(policy, ()), **_ends(interval))
+            for (policy, residency), interval in zip(values, intervals, strict=False)
+        )
+        mismatch = tuple(
+            Mismatch(workload=name, residency=residency, **_ends(interval))
+            for (name, residency), interval in zip(by_other, intervals[len(values) :], strict=True)
+        )
+        at_verdict = {
+            str(policy): column for (policy, residency), column in values.items() if residency == VERDICT_RESIDENCY
+        }
+        if "lru" in at_verdict:
+            # Distances of later selections do not depend on the start. Of the first selections, at best those of
+            # experts that were resident at the start are hits; whether they had left by then counts do not say.
+            at_verdict[_CACHE] = np.maximum(0.0, at_verdict["lru"] - rates.spared[:, 0])
+        verdict, reason = _verdict(at_verdict, n_calibration, len(rates.hashes))
+        return Evaluation(curves, mismatch, verdict, reason)
 
 
 @lru_cache(maxsize=256)
@@ -120,64 +145,14 @@ def uniform_slots_for(layers: tuple[LayerSizes, ...], budget_bytes: int) -> tupl
     return tuple(uniform_slots(layers, budget_bytes))
 
 
-class _Judges:
-    """The held-out sessions, at least one, as every placement is judged by them."""
-
-    def __init__(self, sessions: Sequence[Session]) -> None:
-        self.counts = stack_counts(sessions)
-        """``[layer][session, expert]``."""
-        known = [session.reuse for session in sessions if session.reuse is not None]
-        complete = len(known) == len(sessions)
-        self.reuse = [np.stack(layer) for layer in zip(*known, strict=True)] if complete else None
-        """``[layer][session, distance]``, or ``None`` where a session has none."""
-        # The plain mean of shares is what the mean of session rates rewards: small sessions count fully there too.
-        each = [shares(session.counts) for session in sessions]
-        self.frequency = [np.mean(layer, axis=0) for layer in zip(*each, strict=True)]
-        """The sessions' own mean shares, ``[layer][expert]``."""
-
-
-def _rates_at(
-    layers: Sequence[LayerSizes],
-    budget: int,
-    own: Sequence[FloatArray],
-    others: Mapping[str, Sequence[FloatArray]],
-    judges: _Judges,
-) -> dict[Policy, FloatArray]:
-    slots = uniform_slots_for(tuple(layers), budget)
-
-    def placed(frequency: Sequence[FloatArray]) -> FloatArray:
-        return cold_hit_rates(judges.counts, hot_set(frequency, greedy_slots(frequency, layers, budget)))
-
-    random = [cold_hit_rates(judges.counts, _random_experts(layers, slots, seed)) for seed in range(RANDOM_SEEDS)]
-    rates: dict[Policy, FloatArray] = {
-        "uniform": cold_hit_rates(judges.counts, first_experts(slots)),
-        "random": np.mean(random, axis=0),
-        "own": placed(own),
-    }
-    if others:
-        rates["other"] = np.mean([placed(others[name]) for name in sorted(others)], axis=0)
-    rates["oracle"] = placed(judges.frequency)
-    if judges.reuse is not None:
-        rates["lru"] = lru_cold_hit_rates(judges.reuse, slots)
-    return rates
+def _ends(interval: Interval) -> dict[str, float]:
+    low, mean, high = (round(min(max(end, 0.0), 1.0), _DIGITS) for end in (interval.low, interval.mean, interval.high))
+    return {"cold_hit_rate": mean, "low": low, "high": high}
 
 
 def _random_experts(layers: Sequence[LayerSizes], slots: Sequence[int], seed: int) -> list[IntArray]:
     rng = np.random.default_rng(seed)
     return [rng.permutation(layer.n_experts)[:count] for layer, count in zip(layers, slots, strict=True)]
-
-
-def _filled_cache_at_best(judges: _Judges, slots: Sequence[int], empty: FloatArray) -> FloatArray:
-    """Lowest cold-hit rate that an LRU cache filled with the first experts can have had in each session.
-
-    Distances of later selections do not depend on the start. Of the first selections, at best those of experts that
-    were resident at the start are hits; whether they had left by then is not known from counts. ``empty`` are the
-    rates of a cache that starts empty.
-    """
-    spared = [np.count_nonzero(layer[:, :count], axis=1) for layer, count in zip(judges.counts, slots, strict=True)]
-    selections = np.array(session_totals(judges.counts), dtype=np.float64)
-    at_best: FloatArray = np.maximum(0.0, empty - np.sum(spared, axis=0) / selections)
-    return at_best
 
 
 def _verdict(rates: Mapping[str, FloatArray], n_calibration: int, n_held_out: int) -> tuple[Verdict | None, str]:

@@ -93,6 +93,9 @@ def _inflate_gzip(body: bytes, limit: int) -> bytes:
 def _inflate_zstd(body: bytes, limit: int) -> bytes:
     decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
     try:
+        if 0 < zstandard.frame_content_size(body) <= limit:
+            # The frame says its size, and the strict call holds it to that.
+            return decompressor.decompress(body, allow_extra_data=False)
         with decompressor.stream_reader(body) as reader:
             inflated = reader.read(limit + 1)
         if len(inflated) > limit:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from spark_runtime.placement import (
     BudgetTooSmallError,
-    bootstrap_interval,
-    cold_hit_rates,
+    bootstrap_intervals,
     floor_bytes,
     greedy_slots,
     layer_sizes,
@@ -20,8 +19,9 @@ from spark_schemas.manifest import PRIOR_SCALE, Expectation, LayerPlacement, Pla
 from spark_schemas.model import ModelShape
 from spark_schemas.profile import Profile
 from spark_service.errors import RequestError
-from spark_service.evaluation import first_experts, uniform_slots_for
-from spark_service.sessions import Session, stack_counts
+from spark_service.evaluation import uniform_slots_for
+from spark_service.sessions import Sessions
+from spark_service.trials import Trials, first_experts
 
 __all__ = ["Budget", "build_manifest", "quantised_prior"]
 
@@ -36,7 +36,7 @@ class Budget:
 
 
 def build_manifest(
-    profile: Profile, shape: ModelShape, budget: Budget, held_out: Sequence[Session]
+    profile: Profile, shape: ModelShape, budget: Budget, held_out: Iterable[Sessions]
 ) -> PlacementManifest:
     """Place a model's experts by a profile within a budget.
 
@@ -107,18 +107,21 @@ def quantised_prior(share: NDArray[np.float64]) -> tuple[int, ...]:
 
 
 def _expectation(
-    shape: ModelShape, layers: Sequence[LayerPlacement], slot_bytes: int, held_out: Sequence[Session]
+    shape: ModelShape, layers: Sequence[LayerPlacement], slot_bytes: int, held_out: Iterable[Sessions]
 ) -> Expectation | None:
-    if not held_out:
+    sizes = layer_sizes(shape)
+    uniform = first_experts(uniform_slots_for(sizes, slot_bytes))
+    trials = Trials.of(sizes, [[np.array(layer.hot_set) for layer in layers], uniform], (), ())
+    rates = [trials.judge(batch).static for batch in held_out if len(batch)]
+    if not rates:
         return None
-    counts = stack_counts(held_out)
-    own = bootstrap_interval(cold_hit_rates(counts, [np.array(layer.hot_set) for layer in layers]).tolist())
-    uniform = first_experts(uniform_slots_for(layer_sizes(shape), slot_bytes))
+    # Sorted, so that the order of batches changes no bit of a mean.
+    own, even = bootstrap_intervals(np.sort(np.concatenate(rates), axis=0))
     return Expectation(
         cold_hit_rate=own.mean,
         low=own.low,
         high=own.high,
-        uniform_cold_hit_rate=float(cold_hit_rates(counts, uniform).mean()),
+        uniform_cold_hit_rate=even.mean,
     )
 
 

@@ -13,7 +13,11 @@ import uvicorn
 from spark_service.app import create_app
 from spark_service.db.store import Store
 from spark_service.errors import AddressError
+from spark_service.housekeeping import Housekeeping
 from spark_service.inflate import BodyLimits
+from spark_service.keyring import Keyring
+from spark_service.local_only import LocalOnly
+from spark_service.segment_mover import segment_mover
 from spark_service.settings import Settings
 
 __all__ = ["bind", "serve"]
@@ -49,15 +53,31 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
     """Serve until SIGINT or SIGTERM, then finish requests in flight and close the database.
 
     ``announce`` gets the base URL once the socket listens and the database is open. Raises the errors of
-    :func:`bind` and :meth:`Store.open`.
+    :func:`bind` and :meth:`Store.open`, and :class:`RefusedError` where nobody could authenticate.
     """
     settings.require_safe_address()
     settings.prepare_data_dir()
     with bind(settings.host, settings.port) as listener:
-        store = Store.open(settings.database, memory=settings.db_memory, threads=settings.db_threads)
+        store = Store.open(
+            settings.database,
+            memory=settings.db_memory,
+            threads=settings.db_threads,
+            segments=settings.segments_dir,
+        )
         try:
+            keyring = Keyring(store)
+            settings.require_tokens(any_stored=keyring.any_usable())
             limits = BodyLimits(settings.max_body_bytes, settings.max_inflated_bytes)
-            app = create_app(store, token=settings.token, limits=limits)
+            app = create_app(
+                store,
+                token=settings.token,
+                open_access=settings.open_access,
+                keyring=keyring,
+                limits=limits,
+                rates=settings.rates,
+            )
+            if settings.open_access:
+                app.add_middleware(LocalOnly)
             server = uvicorn.Server(
                 uvicorn.Config(
                     app,
@@ -70,7 +90,11 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
             )
             _stop_on_signals(server)
             announce(_base_url(settings.host, listener))
-            server.run(sockets=[listener])
+            with (
+                Housekeeping(store, keyring, settings.retention_days),
+                segment_mover(store, settings.segment_after_days),
+            ):
+                server.run(sockets=[listener])
         finally:
             store.close()
     logging.getLogger(__name__).info("stopped")

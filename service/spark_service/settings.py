@@ -10,6 +10,7 @@ from typing import Self
 
 from spark_service import env
 from spark_service.errors import DataDirError, RefusedError
+from spark_service.rate_limit import Rate, Rates
 
 __all__ = ["DATABASE_NAME", "Settings", "default_data_dir", "is_loopback"]
 
@@ -28,23 +29,45 @@ class Settings:
     max_inflated_bytes: int
     db_memory: str
     db_threads: int
+    open_access: bool
+    rates: Rates
+    retention_days: int
+    segment_after_days: int
+    segments_dir: Path
 
     @classmethod
-    def resolve(cls, *, host: str | None = None, port: int | None = None, data_dir: Path | None = None) -> Self:
+    def resolve(
+        cls,
+        *,
+        host: str | None = None,
+        port: int | None = None,
+        data_dir: Path | None = None,
+        open_access: bool = False,
+    ) -> Self:
         """Read the environment and let the given options win.
 
         Raises :class:`EnvironmentVariableError` for unusable variables.
         """
         chosen_dir = data_dir if data_dir is not None else env.DATA_DIR.read()
+        data_dir = (chosen_dir if chosen_dir is not None else default_data_dir()).absolute()
         return cls(
             host=host if host is not None else env.HOST.read(),
             port=port if port is not None else env.PORT.read(),
-            data_dir=(chosen_dir if chosen_dir is not None else default_data_dir()).absolute(),
+            data_dir=data_dir,
             token=env.TOKEN.read(),
             max_body_bytes=env.MAX_BODY_BYTES.read(),
             max_inflated_bytes=env.MAX_INFLATED_BYTES.read(),
             db_memory=env.DB_MEMORY.read(),
             db_threads=env.DB_THREADS.read(),
+            open_access=open_access,
+            rates=Rates(
+                reads=Rate(env.READ_RATE.read(), env.READ_BURST.read()),
+                uploads=Rate(env.UPLOAD_RATE.read(), env.UPLOAD_BURST.read()),
+                failures=Rate(env.FAILURE_RATE.read(), env.FAILURE_BURST.read()),
+            ),
+            retention_days=env.RETENTION_DAYS.read(),
+            segment_after_days=env.SEGMENT_AFTER_DAYS.read(),
+            segments_dir=(env.SEGMENTS_DIR.read() or data_dir / "segments").absolute(),
         )
 
     @property
@@ -53,12 +76,23 @@ class Settings:
         return self.data_dir / DATABASE_NAME
 
     def require_safe_address(self) -> None:
-        """Raise :class:`RefusedError` where anyone on the network could read and write without a token."""
-        if self.token is None and not is_loopback(self.host):
+        """Raise :class:`RefusedError` where anyone could do everything, or nobody anything; before any file is made."""
+        if self.open_access and not is_loopback(self.host):
             raise RefusedError(
-                f"refusing to listen on {self.host} without a token: found no {env.TOKEN.name}, "
-                "expected one for any address but loopback",
-                f"set {env.TOKEN.name} to a long random secret, or listen on 127.0.0.1",
+                f"refusing --open on {self.host}: anyone who reaches it could read, write and delete, "
+                "expected a loopback address",
+                "listen on 127.0.0.1, or leave out --open and make tokens with spark-service token create",
+            )
+        if not self.database.exists():
+            self.require_tokens(any_stored=False)
+
+    def require_tokens(self, *, any_stored: bool) -> None:
+        """Raise :class:`RefusedError` unless somebody can authenticate, or nobody needs to."""
+        if not (self.open_access or any_stored or self.token is not None):
+            raise RefusedError(
+                f"refusing to listen on {self.host} without a token: found no {env.TOKEN.name} "
+                f"and none that is valid in {self.database}",
+                "make one with spark-service token create --scope admin, or, for this machine alone, give --open",
             )
 
     def prepare_data_dir(self) -> None:

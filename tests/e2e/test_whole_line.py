@@ -17,6 +17,8 @@ from spark_schemas.split import split_of
 
 pytestmark = pytest.mark.e2e
 
+SERVICE = ("spark_service.cli", "run", "--open", "-p", "0", "--json", "--data-dir")
+
 
 def write_sessions(folder: Path, count: int) -> None:
     """Short programs, all different from their first line on."""
@@ -30,7 +32,7 @@ def test_whole_line(machine, tmp_path: Path) -> None:
     write_sessions(tmp_path / "sessions", 24)
     manifest_file = tmp_path / "manifest.json"
     data = tmp_path / "service"
-    with machine.serving("spark_service.cli", "run", "-p", "0", "--json", "--data-dir", str(data)) as (service, _):
+    with machine.serving(*SERVICE, str(data)) as (service, _):
         machine.environment["SPARKMOE_SERVICE_URL"] = service["base_url"]
         record = ["record", "--sessions", str(tmp_path / "sessions"), "--workload", "code-heavy", "--threads", "1"]
         recorded = machine.agent(*record, "--json")
@@ -91,7 +93,7 @@ def test_whole_line(machine, tmp_path: Path) -> None:
 def test_a_killed_service_loses_no_acknowledged_upload(machine, tmp_path: Path) -> None:
     write_sessions(tmp_path / "sessions", 4)
     data = str(tmp_path / "service")
-    with machine.serving("spark_service.cli", "run", "-p", "0", "--json", "--data-dir", data) as (service, process):
+    with machine.serving(*SERVICE, data) as (service, process):
         machine.environment["SPARKMOE_SERVICE_URL"] = service["base_url"]
         machine.agent("record", "--sessions", str(tmp_path / "sessions"), "--workload", "w", "--threads", "1", "--json")
         machine.agent("upload", "consent", "--yes")
@@ -102,7 +104,7 @@ def test_a_killed_service_loses_no_acknowledged_upload(machine, tmp_path: Path) 
     assert down.returncode == 1
     assert "error: " in down.stderr
     assert "hint: " in down.stderr
-    with machine.serving("spark_service.cli", "run", "-p", "0", "--json", "--data-dir", data) as (service, _):
+    with machine.serving(*SERVICE, data) as (service, _):
         machine.environment["SPARKMOE_SERVICE_URL"] = service["base_url"]
         profiles = machine.agent("profiles", "ls", "--json")["profiles"]
     assert {(p["workload"], p["n_calibration"] + p["n_held_out"]) for p in profiles} == {("w", 4)}

@@ -164,7 +164,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def client(store: Store) -> Iterator[TestClient]:
-    with TestClient(create_app(store), raise_server_exceptions=False) as opened:
+    with TestClient(create_app(store, open_access=True), raise_server_exceptions=False) as opened:
         yield opened
 
 

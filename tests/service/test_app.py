@@ -17,6 +17,7 @@ from spark_schemas.api import PROBLEM_MEDIA_TYPE, Problem, ProfileList, UploadRe
 from spark_schemas.manifest import PlacementManifest
 from spark_schemas.profile import Profile
 from spark_service.app import create_app
+from spark_service.db.migrate import available
 from spark_service.db.store import Store
 from spark_service.inflate import BodyLimits
 
@@ -103,7 +104,7 @@ def test_bad_uploads(client: TestClient, post: Post, make: Any) -> None:
 def test_limits(store: Store, make: Any) -> None:
     shape = make.shape()
     body = make.body(shape, make.sessions(shape, 1, 0))
-    app = create_app(store, limits=BodyLimits(body_bytes=len(body), inflated_bytes=len(body)))
+    app = create_app(store, open_access=True, limits=BodyLimits(body_bytes=len(body), inflated_bytes=len(body)))
     headers = {"Idempotency-Key": "a", "Content-Type": "application/json"}
     with TestClient(app) as client:
 
@@ -228,13 +229,17 @@ def test_every_operation_documents_problems(client: TestClient) -> None:
         "/api/v1/manifests/{fingerprint}/{workload}",
         "/api/v1/admin/backup",
         "/api/v1/admin/backups/{name}",
+        "/api/v1/admin/tokens",
+        "/api/v1/admin/tokens/{token_id}",
+        "/api/v1/admin/tokens/{token_id}/rotate",
+        "/api/v1/admin/audit",
     }
 
 
 def test_probes(client: TestClient, store: Store) -> None:
     assert client.get("/healthz").json() == {"status": "ok"}
     assert client.get("/readyz").json() == {"status": "ok"}
-    assert client.get("/version").json()["schema_version"] == 1
+    assert client.get("/version").json()["schema_version"] == len(available())
     store.close()
     assert client.get("/healthz").status_code == 200
     unready = client.get("/readyz")
@@ -309,11 +314,13 @@ def test_a_token_guards_the_api(guarded: TestClient, header: str | None, path: s
     assert "s3cret" not in answer.text
 
 
-def test_the_token_opens_the_api_and_probes_need_none(guarded: TestClient) -> None:
+def test_the_token_opens_all_and_only_the_life_sign_needs_none(guarded: TestClient) -> None:
     for scheme in ("Bearer", "bearer"):
         assert guarded.get("/api/v1/profiles", headers={"Authorization": f"{scheme} s3cret-token"}).status_code == 200
-    for path in ("/healthz", "/readyz", "/version"):
-        assert guarded.get(path).status_code == 200
+        for path in ("/readyz", "/version"):
+            assert guarded.get(path, headers={"Authorization": f"{scheme} s3cret-token"}).status_code == 200
+            problem(guarded.get(path), 401, "unauthorized")
+    assert guarded.get("/healthz").status_code == 200
     problem(guarded.post("/api/v1/histograms", content=b"x"), 401, "unauthorized")
 
 
@@ -324,7 +331,7 @@ def test_restart_keeps_everything(tmp_path: Path, make: Any) -> None:
     seen = []
     for _ in range(2):
         store = Store.open(tmp_path / "a.duckdb", threads=1)
-        with TestClient(create_app(store)) as client:
+        with TestClient(create_app(store, open_access=True)) as client:
             assert client.post("/api/v1/histograms", content=body, headers=headers).json()["accepted"] == 8
             seen.append(client.get(f"/api/v1/profiles/{shape.fingerprint}/code").content)
         store.close()

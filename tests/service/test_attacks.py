@@ -406,7 +406,9 @@ def test_parameters(client: TestClient, make: Any) -> None:
 @contextmanager
 def serving(store: Store) -> Iterator[str]:
     """The app behind the real HTTP parser, as it is served."""
-    config = uvicorn.Config(create_app(store), host="127.0.0.1", port=0, log_config=None, access_log=False)
+    config = uvicorn.Config(
+        create_app(store, open_access=True), host="127.0.0.1", port=0, log_config=None, access_log=False
+    )
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,14 +9,15 @@ import pytest
 
 from spark_runtime.placement import frequencies
 from spark_schemas.ids import MAX_COUNT
-from spark_service.builders import BuiltProfile, build_profile, revision_of
+from spark_service.builders import BuiltProfile, Inputs, build_profile, revision_of
 from spark_service.sessions import SessionPart
+from spark_service.tally import Window
 
 REVISION = "0" * 64
 
 
 def build(shape: Any, parts: dict[str, list[SessionPart]]) -> BuiltProfile:
-    built = build_profile(shape, "code", "decode", REVISION, parts)
+    built = build_profile(shape, "code", "decode", REVISION, Inputs.of_parts(shape, "code", parts))
     assert built is not None
     return built
 
@@ -55,7 +57,7 @@ def test_held_out_sessions_never_calibrate(make: Any) -> None:
     changed = make.parts(shape, make.sessions(shape, 3, 3, workload="chat", taste=9))
     mixed = [b if b.session_hash in held_out else a for a, b in zip(chat, changed, strict=True)]
     built = build(shape, {"code": own, "chat": chat})
-    assert {session.session_hash for session in built.held_out} == held_out
+    assert {session_hash for batch in built.held_out() for session_hash in batch.hashes} == held_out
     assert build(shape, {"code": own, "chat": mixed}).profile == built.profile
     without = [part for part in own if part.session_hash not in held_out]
     assert build(shape, {"code": without}).profile.layers == built.profile.layers
@@ -64,8 +66,9 @@ def test_held_out_sessions_never_calibrate(make: Any) -> None:
 def test_no_calibration_no_profile(make: Any) -> None:
     shape = make.shape()
     parts = make.parts(shape, make.sessions(shape, 0, 2))
-    assert build_profile(shape, "code", "decode", REVISION, {"code": parts}) is None
-    assert build_profile(shape, "code", "decode", REVISION, {"chat": parts}) is None
+    for name in ("code", "chat"):
+        inputs = Inputs.of_parts(shape, "code", {name: parts})
+        assert build_profile(shape, "code", "decode", REVISION, inputs) is None
 
 
 def test_workloads_without_calibration_are_no_other(make: Any) -> None:
@@ -87,14 +90,45 @@ def test_huge_counts_stay_sayable(make: Any) -> None:
 
 
 def test_a_revision_names_its_inputs(make: Any) -> None:
-    ids = {"code": ["a", "b"], "chat": ["c"]}
-    revision = revision_of(make.fingerprint, "code", "decode", ids)
-    assert revision == revision_of(make.fingerprint, "code", "decode", {"chat": ["c"], "code": ["b", "a"]})
+    shape = make.shape()
+    a, b, c = make.parts(shape, make.sessions(shape, 3, 0))
+    held_out = make.parts(shape, make.sessions(shape, 0, 1))
+
+    def revision(parts: dict[str, list[SessionPart]], workload: str = "code", phase: Any = "decode") -> str:
+        return revision_of(shape.fingerprint, workload, phase, Inputs.of_parts(shape, workload, parts))
+
+    first = revision({"code": [a, b], "chat": [c]})
+    assert first == revision({"chat": [c, *held_out], "code": [b, a]})
+    inputs = Inputs.of_parts(shape, "code", {"code": [a, b], "chat": [c]})
     others = [
-        revision_of(make.fingerprint, "chat", "decode", ids),
-        revision_of(make.fingerprint, "code", "prefill", ids),
-        revision_of("mf1-" + "f" * 32, "code", "decode", ids),
-        revision_of(make.fingerprint, "code", "decode", {"code": ["a", "b", "c"]}),
-        revision_of(make.fingerprint, "code", "decode", {"code": ["a"], "chat": ["b", "c"]}),
+        revision({"code": [a, b], "chat": [c]}, "chat"),
+        revision({"code": [a, b], "chat": [c]}, phase="prefill"),
+        revision_of("mf1-" + "f" * 32, "code", "decode", inputs),
+        revision_of(shape.fingerprint, "code", "decode", replace(inputs, window=Window(5, 5))),
+        revision({"code": [a, b, c]}),
+        revision({"code": [a], "chat": [b, c]}),
+        revision({"code": [a, b, *held_out], "chat": [c]}),
     ]
-    assert len({revision, *others}) == 6
+    assert len({first, *others}) == 8
+
+
+def test_old_sessions_fade_and_leave(make: Any) -> None:
+    shape = make.shape()
+    old = [replace(part, day=100) for part in make.parts(shape, make.sessions(shape, 3, 2, taste=0))]
+    new = [replace(part, day=130) for part in make.parts(shape, make.sessions(shape, 6, 4, taste=4)[3:6])]
+    inputs = Inputs.of_parts(shape, "code", {"code": old + new})
+    alone = Inputs.of_parts(shape, "code", {"code": new})
+
+    def shares(window: Window, of: Inputs = inputs) -> np.ndarray:
+        built = build_profile(shape, "code", "decode", REVISION, replace(of, window=window))
+        assert built is not None
+        return np.array(built.profile.layers[0].shares)
+
+    only_new = shares(Window(), alone)
+    np.testing.assert_array_equal(shares(Window(131, 30)), only_new)
+    everything, fading = shares(Window()), shares(Window(131, 0, 10.0))
+    assert np.abs(fading - only_new).sum() < np.abs(everything - only_new).sum()
+    in_window = build_profile(shape, "code", "decode", REVISION, replace(inputs, window=Window(131, 30)))
+    assert in_window is not None
+    assert (in_window.profile.n_calibration, in_window.profile.n_held_out) == (3, 0)
+    assert not [batch for batch in in_window.held_out() if len(batch)]

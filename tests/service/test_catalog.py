@@ -99,7 +99,7 @@ def refusal(catalog: Catalog, *args: Any, **more: Any) -> RequestError:
 def test_what_is_unknown_is_said(store: Store, make: Any) -> None:
     shape = make.shape()
     fill(store, make, make.sessions(shape, 1, 0) + make.sessions(shape, 0, 2, workload="chat"))
-    other = make.shape(fingerprint="mf1-" + "0" * 31 + "2")
+    other = make.shape([(12, 2, 100), (16, 2, 100), (8, 2, 50)], fingerprint="mf1-" + "0" * 31 + "2")
     fill(store, make, make.sessions(other, 1, 0, workload="review"), "key-2", other)
     catalog = Catalog(store)
     stranger = "mf1-" + "f" * 32
@@ -128,17 +128,35 @@ def test_everything_deleted(store: Store, make: Any) -> None:
     assert refusal(Catalog(store), shape.fingerprint, "code", "decode").expected == "none yet"
 
 
-def test_a_deletion_between_reading_names_and_counts(store: Store, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_deleted_while_it_is_counted(store: Store, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = make.shape()
     fill(store, make, make.sessions(shape, 3, 1))
-    read = store.parts
+    keep = store.keep_tally
 
     def delete_first(*args: Any) -> Any:
         store.delete_session(make.hash(0))
-        return read(*args)
+        return keep(*args)
 
-    monkeypatch.setattr(store, "parts", delete_first)
+    monkeypatch.setattr(store, "keep_tally", delete_first)
     assert Catalog(store).profile(shape.fingerprint, "code", "decode").n_calibration == 2
+
+
+def test_a_sibling_lends_its_profile_with_a_warning(store: Store, make: Any) -> None:
+    one, two = make.shape(), make.shape(fingerprint="mf1-" + "0" * 31 + "2", core_bytes=900)
+    other = make.shape([(12, 2, 100), (16, 4, 100), (8, 1, 50)], fingerprint="mf1-" + "0" * 31 + "3")
+    fill(store, make, make.sessions(one, 3, 1))
+    fill(store, make, make.sessions(two, 1, 0, workload="chat"), "key-2", two)
+    fill(store, make, make.sessions(other, 1, 0, workload="chat"), "key-3", other)
+    catalog = Catalog(store)
+    own, lent = (catalog.profile(shape.fingerprint, "code", "decode") for shape in (one, two))
+    assert (own.warnings, lent.fingerprint, lent.n_calibration) == ((), two.fingerprint, 3)
+    assert lent.layers == own.layers
+    assert lent.revision != own.revision
+    [warning] = lent.warnings
+    assert one.fingerprint in warning
+    assert catalog.manifest(two.fingerprint, "code", "decode", Budget(4000, 100)).bytes.vram_core == 900
+    # Other experts, though it says to be the same model.
+    assert refusal(catalog, other.fingerprint, "code", "decode").code == "unknown_workload"
 
 
 def test_a_manifest_names_its_profile(store: Store, make: Any) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from spark_service import cli
+from spark_service.db.migrate import available
 
 
 def run(*args: str, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -61,11 +62,13 @@ def test_a_data_dir_that_is_a_file(
 ) -> None:
     file = tmp_path / "file"
     file.touch()
-    assert run("run", "-p", "0", "--data-dir", str(file), monkeypatch=monkeypatch) == 1
+    assert run("run", "--open", "-p", "0", "--data-dir", str(file), monkeypatch=monkeypatch) == 1
     assert capsys.readouterr().err.startswith(f"error: data folder {file}: ")
 
 
-@pytest.mark.parametrize("command", [["run", "-p", "0"], ["migrate"]])
+@pytest.mark.parametrize(
+    "command", [["run", "--open", "-p", "0"], ["run", "-p", "0"], ["migrate"], ["token", "list"], ["audit"]]
+)
 def test_a_foreign_database(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -84,12 +87,13 @@ def test_migrate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
         assert run("migrate", "--data-dir", str(data_dir), *options, monkeypatch=monkeypatch) == 0
         return capsys.readouterr().out
 
-    assert migrate("--dry-run") == "would apply: 0001_histograms\n"
+    names = [f"{migration.version:04d}_{migration.name}" for migration in available()]
+    assert migrate("--dry-run") == f"would apply: {', '.join(names)}\n"
     assert not data_dir.exists()
     assert json.loads(migrate("--json")) == {
         "data_dir": str(data_dir),
-        "schema_version": 1,
+        "schema_version": len(names),
         "pending": [],
-        "applied": ["0001_histograms"],
+        "applied": names,
     }
-    assert migrate("--dry-run") == migrate() == "nothing to do: schema version 1\n"
+    assert migrate("--dry-run") == migrate() == f"nothing to do: schema version {len(names)}\n"

@@ -11,8 +11,12 @@ from spark_schemas.histogram import HistogramUpload, LayerCounts, LayerReuse, Ph
 from spark_schemas.ids import MAX_COUNT
 from spark_schemas.invariants import check_upload
 from spark_schemas.split import split_of
+from spark_service.db.batch import KeyedUpload
+from spark_service.db.connection import Database
+from spark_service.db.migrate import available, migrate
 from spark_service.db.store import Store
 from spark_service.errors import RequestError, SparkServiceError
+from spark_service.packed import pack_upload
 
 
 def add(store: Store, upload: HistogramUpload, key: str = "key-1", body: str = "") -> tuple[int, int]:
@@ -222,3 +226,58 @@ def test_many_threads_write_and_read(store: Store, make: Any) -> None:
         receipts = list(pool.map(send, range(24)))
     assert sum(accepted for accepted, _ in receipts) == 8
     assert len(store.part_keys(shape.fingerprint, "decode")) == 8
+
+
+def test_submitted_uploads_are_committed_before_the_database_closes(tmp_path: Path, make: Any) -> None:
+    shape = make.shape([(4, 1, 1)])
+    opened = Store.open(tmp_path / "a.duckdb", threads=1)
+    uploads = [make.upload(shape, [make.session(shape, make.hash(number), decode=10)]) for number in range(5)]
+    futures = [
+        opened.submit_upload(KeyedUpload(pack_upload(upload), str(number), str(number)))
+        for number, upload in enumerate(uploads)
+    ]
+    opened.close()
+    assert [future.result(0).accepted for future in futures] == [1] * 5
+    reopened = Store.open(tmp_path / "a.duckdb", threads=1)
+    assert len(reopened.part_keys(shape.fingerprint, "decode")) == 5
+    reopened.close()
+
+
+def test_counts_from_before_they_were_packed_are_moved_over(tmp_path: Path, make: Any) -> None:
+    path = tmp_path / "a.duckdb"
+    shape = make.shape()
+    sessions = make.sessions(shape, 2, 1, prefill=30)
+    database = Database(path, threads=1)
+    migrate(database, available()[:1])
+    with database.transaction() as cursor:
+        cursor.execute("INSERT INTO models VALUES (?, ?, ?)", [shape.fingerprint, shape.sibling, "{}"])
+        for session in sessions:
+            content_id = session.content_id(shape.fingerprint)
+            cursor.execute(
+                "INSERT INTO parts (content_id, fingerprint, workload, session_hash, split) VALUES (?, ?, ?, ?, ?)",
+                [content_id, shape.fingerprint, session.workload, session.session_hash, session.split],
+            )
+            for phase, part in (("prefill", session.prefill), ("decode", session.decode)):
+                reuse = [count for layer in session.reuse for count in layer.distances] if phase == "decode" else None
+                cursor.execute(
+                    "INSERT INTO histograms VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                    [
+                        content_id,
+                        phase,
+                        part.tokens,
+                        [layer.block for layer in part.layers],
+                        [len(layer.counts) for layer in part.layers],
+                        [layer.tokens for layer in part.layers],
+                        [count for layer in part.layers for count in layer.counts],
+                        reuse,
+                    ],
+                )
+    database.close()
+    for _ in range(2):
+        moved = Store.open(path, threads=1)
+        for phase in ("prefill", "decode"):
+            stored = moved.parts([key.content_id for key in moved.part_keys(shape.fingerprint, phase)], phase)
+            expected = sorted(make.parts(shape, sessions, phase), key=lambda part: part.content_id)
+            assert [repr(part) for part in stored] == [repr(part) for part in expected]
+        assert rows(moved, "SELECT count(*) FROM histograms") == [(6,)]
+        moved.close()

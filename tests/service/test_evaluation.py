@@ -5,24 +5,68 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spark_runtime.placement import LayerSizes, frequencies, lru_cold_hit_rates, residency_budget, uniform_slots
+from spark_runtime.placement import (
+    LayerSizes,
+    cold_hit_rates,
+    frequencies,
+    lru_cold_hit_rates,
+    residency_budget,
+    uniform_slots,
+)
 from spark_runtime.recency import RecencyOrder
 from spark_schemas.profile import CurvePoint
-from spark_service.evaluation import RESIDENCIES, Evaluation, evaluate, uniform_slots_for
-from spark_service.sessions import Session, merge_parts, split_sessions
+from spark_service.evaluation import RESIDENCIES, Evaluation, Plan, uniform_slots_for
+from spark_service.sessions import Rows, SessionPart, Sessions, merge_parts, merge_rows
+from spark_service.tally import tally_of
+from spark_service.trials import Trials, first_experts, joined
 
 SIZES = (LayerSizes(12, 2, 100), LayerSizes(16, 2, 100), LayerSizes(8, 1, 50))
 
 
+def session(name: str, tokens: int, counts: Any, reuse: Any) -> SessionPart:
+    return SessionPart(name, "code", name.rjust(64, "0"), tokens, tuple(counts), tuple(reuse))
+
+
+def evaluate(
+    layers: Any, own: Any, others: Any, judges: list[SessionPart] | Sessions | None, n_calibration: int
+) -> Evaluation:
+    sessions = merge_parts(judges) if isinstance(judges, list) else judges
+    sizes = [layer.n_experts for layer in layers]
+    if sessions is None or not len(sessions):
+        return Plan.of(layers, "code", own, others, own).evaluate(None, n_calibration)
+    # Judged one by one, in reverse.
+    oracle = frequencies_without_prior(sizes, sessions)
+    plan = Plan.of(layers, "code", own, others, oracle)
+    singly = [sessions.where(np.arange(len(sessions)) == index) for index in range(len(sessions))]
+    return plan.evaluate(joined([plan.trials.judge(one) for one in singly[::-1]]), n_calibration)
+
+
+def frequencies_without_prior(sizes: list[int], sessions: Sessions) -> Any:
+    # Every session judges, whatever its side.
+    tally = tally_of(sizes, sessions)
+    shares = [np.zeros(size) for size in sizes]
+    for side in ("calibration", "held_out"):
+        votes = tally.votes(side)  # type: ignore[arg-type]
+        for layer, mean in zip(shares, votes.mean_shares(), strict=True):
+            layer += mean * votes.n_sessions / len(sessions)
+    return shares
+
+
+def of_sessions(sessions: Sessions | None) -> Any:
+    assert sessions is not None
+    return tally_of([layer.n_experts for layer in SIZES], sessions).votes("calibration").frequencies()
+
+
 def evaluated(make: Any, *, phase: str = "decode", other_taste: int | None = None, **how: Any) -> Evaluation:
     shape = make.shape()
-    calibration, held_out = split_sessions(merge_parts(make.parts(shape, make.sessions(shape, **how), phase)))
+    sessions = merge_parts(make.parts(shape, make.sessions(shape, **how), phase))
+    assert sessions is not None
     others = {}
     if other_taste is not None:
-        theirs = merge_parts(make.parts(shape, make.sessions(shape, 3, 0, taste=other_taste)))
-        others["chat"] = frequencies([s.counts for s in theirs], [s.tokens for s in theirs])
-    own = frequencies([s.counts for s in calibration], [s.tokens for s in calibration])
-    return evaluate(SIZES, "code", own, others, held_out, len(calibration))
+        others["chat"] = of_sessions(merge_parts(make.parts(shape, make.sessions(shape, 3, 0, taste=other_taste))))
+    held_out = sessions.held_out
+    n_calibration = int((~held_out).sum())
+    return evaluate(SIZES, of_sessions(sessions), others, sessions.where(held_out), n_calibration)
 
 
 def curve(evaluation: Evaluation, policy: str) -> dict[float, CurvePoint]:
@@ -66,11 +110,11 @@ def test_prefill_has_no_cache_to_compare(make: Any) -> None:
 def test_lru_is_counted_from_distances() -> None:
     layers = (LayerSizes(4, 1, 10),)
     # Six selections: distances 0, 1, 1, 3, and two first uses (entry 4).
-    session = Session("a", 6, (np.array([2, 2, 1, 1]),), (np.array([1, 2, 0, 1, 2]),))
-    evaluation = evaluate(layers, "code", [np.full(4, 0.25)], {}, [session], 1)
+    judge = session("a", 6, [np.array([2, 2, 1, 1])], [np.array([1, 2, 0, 1, 2])])
+    evaluation = evaluate(layers, [np.full(4, 0.25)], {}, [judge], 1)
     lru = curve(evaluation, "lru")
     # The floor is 2 slots; at 0.8 the budget of 32 bytes holds 3.
-    assert [lru[r].cold_hit_rate for r in (0.1, 0.5, 0.8, 1.0)] == [3 / 6, 3 / 6, 3 / 6, 2 / 6]
+    assert [lru[r].cold_hit_rate for r in (0.1, 0.5, 0.8, 1.0)] == [0.5, 0.5, 0.5, round(2 / 6, 12)]
     assert (lru[0.5].low, lru[0.5].high) == (0.0, 1.0)
 
 
@@ -103,28 +147,67 @@ def test_profile_where_traffic_is_skewed_and_independent(make: Any) -> None:
     assert "on 4 held-out sessions" in evaluation.verdict_reason
 
 
+def drawn(seed: int, n_experts: int = 16, top_k: int = 2) -> tuple[np.ndarray, Sessions]:
+    """A trace, and its counts as a session."""
+    rng = np.random.default_rng(seed)
+    ids = np.array([rng.permutation(n_experts)[:top_k] for _ in range(30)])
+    distances = RecencyOrder(n_experts).observe(ids)
+    counts, reuse = (np.bincount(x.ravel(), minlength=n) for x, n in ((ids, n_experts), (distances, n_experts + 1)))
+    return ids, merge_rows(Rows(["a"], ["a" * 64], np.array([0]), np.array([30]), counts[None], reuse[None]))
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_filled_cache_is_never_better_than_counted_at_its_best(seed: int) -> None:
     from spark_runtime.simulate import lru_cold_hits
-    from spark_service.evaluation import _filled_cache_at_best, _Judges
 
-    rng = np.random.default_rng(seed)
-    n_experts, top_k, slots = 16, 2, 7
-    ids = np.array([rng.permutation(n_experts)[:top_k] for _ in range(30)])
-    distances = RecencyOrder(n_experts).observe(ids)
-    session = Session(
-        "a" * 64,
-        30,
-        (np.bincount(ids.ravel(), minlength=n_experts),),
-        (np.bincount(distances.ravel(), minlength=n_experts + 1),),
+    slots = 7
+    ids, sessions = drawn(seed)
+    [filled] = lru_cold_hits(ids, 16, [slots], np.arange(16))
+    trials = Trials.of([LayerSizes(16, 2, 1)], [], [[slots]], [first_experts([slots])])
+    rates = trials.judge(sessions)
+    assert rates.lru is not None
+    assert rates.lru[0, 0] == lru_cold_hit_rates([sessions.reuse], [slots])[0]  # type: ignore[list-item]
+    assert rates.lru[0, 0] - rates.spared[0, 0] <= filled / ids.size <= rates.lru[0, 0]
+
+
+def test_a_placement_misses_what_it_leaves_out() -> None:
+    _, sessions = drawn(0)
+    placements = [[np.array([1, 4, 6])], [np.arange(16)], [np.arange(0)]]
+    rates = Trials.of([LayerSizes(16, 2, 1)], placements, [], []).judge(sessions)
+    assert rates.static[0].tolist() == [cold_hit_rates([sessions.counts], placements[0])[0], 0, 1]
+
+
+def test_a_rate_of_some_sessions_is_no_rate() -> None:
+    _, with_distances = drawn(0)
+    without = Sessions(
+        ("b" * 64,), (1,), *(getattr(with_distances, name) for name in ("days", "tokens", "counts")), None
     )
-    [filled] = lru_cold_hits(ids, n_experts, [slots], np.arange(n_experts))
-    judges = _Judges([session])
-    empty = lru_cold_hit_rates(judges.reuse, [slots])
-    assert _filled_cache_at_best(judges, [slots], empty)[0] <= filled / ids.size <= empty[0]
+    trials = Trials.of([LayerSizes(16, 2, 1)], [[np.arange(3)]], [[3]], [])
+    both = joined([trials.judge(without), trials.judge(with_distances)])
+    assert both.hashes == ("a" * 64, "b" * 64)
+    assert both.static.shape == (2, 1)
+    assert both.lru is None
 
 
-def walking(seed: int) -> Session:
+def test_every_other_workload_is_a_row_of_the_mismatch_matrix(make: Any) -> None:
+    shape = make.shape()
+    sessions = merge_parts(make.parts(shape, make.sessions(shape)))
+    assert sessions is not None
+    others = {
+        f"taste-{taste}": of_sessions(merge_parts(make.parts(shape, make.sessions(shape, 3, 0, taste=taste))))
+        for taste in (0, 5)
+    }
+    evaluation = evaluate(SIZES, of_sessions(sessions), others, sessions.where(sessions.held_out), 4)
+    assert [(row.workload, row.residency) for row in evaluation.mismatch] == [
+        (name, residency) for residency in RESIDENCIES for name in sorted(others)
+    ]
+    at = {(row.workload, row.residency): row.cold_hit_rate for row in evaluation.mismatch}
+    assert at["taste-0", 0.6] < at["taste-5", 0.6]
+    mean = (at["taste-0", 0.6] + at["taste-5", 0.6]) / 2
+    assert curve(evaluation, "other")[0.6].cold_hit_rate == pytest.approx(mean)
+
+
+def walking(seed: int) -> SessionPart:
     """Each session stays with a random third of the experts: frequency says nothing across sessions, recency all."""
     rng = np.random.default_rng(seed)
     counts, reuse = [], []
@@ -134,13 +217,13 @@ def walking(seed: int) -> Session:
         counts.append(np.bincount(ids.ravel(), minlength=layer.n_experts))
         distances = RecencyOrder(layer.n_experts).observe(ids)
         reuse.append(np.bincount(distances.ravel(), minlength=layer.n_experts + 1))
-    return Session(f"{seed:064x}", 300, tuple(counts), tuple(reuse))
+    return session(f"{seed:064x}", 300, counts, reuse)
 
 
 def test_cache_only_where_sessions_have_nothing_in_common(make: Any) -> None:
     calibration, held_out = [walking(n) for n in range(8)], [walking(n) for n in range(100, 108)]
     own = frequencies([s.counts for s in calibration], [s.tokens for s in calibration])
-    evaluation = evaluate(SIZES, "code", own, {}, held_out, 8)
+    evaluation = evaluate(SIZES, own, {}, held_out, 8)
     assert evaluation.verdict == "cache_only"
     assert "depends on order" in evaluation.verdict_reason
 
@@ -148,8 +231,8 @@ def test_cache_only_where_sessions_have_nothing_in_common(make: Any) -> None:
 def test_no_gain_where_everything_fits_anyway(make: Any) -> None:
     """A floor of 2 * top_k that holds every expert: all placements are one."""
     layers = (LayerSizes(4, 2, 10),)
-    sessions = [Session(str(n), 50, (np.array([40, 30, 20, 10]),), (np.array([50, 46, 0, 0, 4]),)) for n in range(4)]
-    evaluation = evaluate(layers, "code", frequencies([s.counts for s in sessions], [50] * 4), {}, sessions, 4)
+    judges = [session(str(n), 50, [np.array([40, 30, 20, 10])], [np.array([50, 46, 0, 0, 4])]) for n in range(4)]
+    evaluation = evaluate(layers, frequencies([s.counts for s in judges], [50] * 4), {}, judges, 4)
     assert evaluation.verdict == "no_gain"
 
 
@@ -157,10 +240,10 @@ def test_beating_only_the_empty_cache_is_no_gain(make: Any) -> None:
     """Short flat sessions: any static placement beats a cache that starts empty, so a profile has earned nothing."""
     # Equal layers, so that not even knowing their sizes helps.
     shape, sizes = make.shape([(16, 2, 100)] * 3), [LayerSizes(16, 2, 100)] * 3
-    sessions = make.sessions(shape, 8, 8, skew=0.0, decode=40)
-    calibration, held_out = split_sessions(merge_parts(make.parts(shape, sessions)))
-    own = frequencies([s.counts for s in calibration], [s.tokens for s in calibration])
-    evaluation = evaluate(sizes, "code", own, {}, held_out, 8)
+    sessions = merge_parts(make.parts(shape, make.sessions(shape, 8, 8, skew=0.0, decode=40)))
+    assert sessions is not None
+    own = tally_of([16] * 3, sessions).votes("calibration").frequencies()
+    evaluation = evaluate(sizes, own, {}, sessions.where(sessions.held_out), 8)
     at_own, at_uniform, at_lru = (curve(evaluation, policy)[0.6] for policy in ("own", "uniform", "lru"))
     assert max(at_own.high, at_uniform.high) < at_lru.low
     assert evaluation.verdict == "no_gain"

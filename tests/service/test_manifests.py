@@ -8,15 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spark_runtime.placement import floor_bytes, greedy_slots, layer_sizes, uniform_slots
+from spark_runtime.placement import cold_hit_rates, floor_bytes, greedy_slots, layer_sizes, uniform_slots
+from spark_runtime.votes import by_layer
 from spark_schemas.ids import MAX_COUNT
 from spark_schemas.manifest import PRIOR_SCALE, PlacementManifest
 from spark_schemas.model import ModelShape
 from spark_schemas.profile import LayerFrequencies, Profile
-from spark_service.builders import BuiltProfile, build_profile
+from spark_service.builders import BuiltProfile, Inputs, build_profile
 from spark_service.errors import RequestError
 from spark_service.manifests import Budget, build_manifest, quantised_prior
-from spark_service.sessions import Session
+from spark_service.trials import first_experts
 
 # Core 1000; at 100 tokens 200 for the context; experts 12 x 100 + 16 x 100 + 8 x 50 = 3200, floor 400 + 400 + 100.
 FIXED, FLOOR, ALL = 1200, 900, 3200
@@ -30,13 +31,14 @@ def shape(make: Any) -> ModelShape:
 
 @pytest.fixture(scope="module")
 def built(make: Any, shape: ModelShape) -> BuiltProfile:
-    found = build_profile(shape, "code", "decode", "0" * 64, {"code": make.parts(shape, make.sessions(shape, 4, 3))})
+    parts = {"code": make.parts(shape, make.sessions(shape, 4, 3))}
+    found = build_profile(shape, "code", "decode", "0" * 64, Inputs.of_parts(shape, "code", parts))
     assert found is not None
     return found
 
 
 def manifest(built: BuiltProfile, shape: ModelShape, vram_bytes: int, n_ctx: int = 100, reserve: int = 0) -> Any:
-    return build_manifest(built.profile, shape, Budget(vram_bytes, n_ctx, reserve), built.held_out)
+    return build_manifest(built.profile, shape, Budget(vram_bytes, n_ctx, reserve), built.held_out())
 
 
 def refusal(
@@ -47,21 +49,16 @@ def refusal(
     return caught.value
 
 
-def cold_hit_rate(session: Session, resident: list[np.ndarray]) -> float:
-    cold = sum(int(layer.sum() - layer[ids].sum()) for layer, ids in zip(session.counts, resident, strict=True))
-    return cold / sum(int(layer.sum()) for layer in session.counts)
-
-
 def test_the_expectation_is_that_of_the_encoded_hot_set(built: BuiltProfile, shape: ModelShape) -> None:
     made: PlacementManifest = manifest(built, shape, FIXED + 2000)
-    resident = [np.array(layer.hot_set) for layer in made.layers]
-    rates = [cold_hit_rate(session, resident) for session in built.held_out]
+    [judges] = built.held_out()
+    counts = by_layer(judges.counts, [layer.n_experts for layer in shape.layers])
+    rates = cold_hit_rates(counts, [np.array(layer.hot_set) for layer in made.layers])
     assert made.expected is not None
-    assert made.expected.cold_hit_rate == pytest.approx(np.mean(rates), abs=1e-15)
+    assert made.expected.cold_hit_rate == pytest.approx(rates.mean(), abs=1e-15)
     assert made.expected.low <= made.expected.cold_hit_rate <= made.expected.high
-    first = [np.arange(count) for count in uniform_slots(layer_sizes(shape), made.bytes.vram_slots)]
-    uniform = [cold_hit_rate(session, first) for session in built.held_out]
-    assert made.expected.uniform_cold_hit_rate == pytest.approx(np.mean(uniform), abs=1e-15)
+    uniform = cold_hit_rates(counts, first_experts(uniform_slots(layer_sizes(shape), made.bytes.vram_slots)))
+    assert made.expected.uniform_cold_hit_rate == pytest.approx(uniform.mean(), abs=1e-15)
     assert made.expected.cold_hit_rate < made.expected.uniform_cold_hit_rate
 
 

@@ -61,7 +61,7 @@ def upload(base_url: str, body: bytes, key: str = "a") -> httpx2.Response:
 def test_a_kill_after_the_answer_loses_nothing(start: Start, make: Any, tmp_path: Path) -> None:
     shape = make.shape()
     sessions = make.sessions(shape, 3, 2)
-    process, started = start()
+    process, started = start("--open")
     assert upload(started["base_url"], make.body(shape, sessions)).status_code == 202
     process.kill()
     process.wait()
@@ -76,7 +76,7 @@ def test_a_kill_after_the_answer_loses_nothing(start: Start, make: Any, tmp_path
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_it_cleanly(start: Start, make: Any, tmp_path: Path, number: signal.Signals) -> None:
-    process, started = start()
+    process, started = start("--open")
     assert set(started) == {"base_url", "data_dir", "schema_version", "version"}
     assert started["data_dir"] == str(tmp_path / "data")
     shape = make.shape()
@@ -114,7 +114,8 @@ def test_a_second_owner_and_a_taken_port_are_refused(start: Start, tmp_path: Pat
     process, started = start(SPARKMOE_SERVICE_TOKEN="s3cret-token")
     url = started["base_url"]
     assert httpx2.get(f"{url}/api/v1/profiles").status_code == 401
-    assert httpx2.get(f"{url}/readyz").status_code == 200
+    assert httpx2.get(f"{url}/readyz").status_code == 401
+    assert httpx2.get(f"{url}/healthz").status_code == 200
     command = [sys.executable, "-m", "spark_service.cli", "run", "--data-dir"]
     second = subprocess.run(
         [*command, str(tmp_path / "data"), "-p", "0"], capture_output=True, text=True, check=False, timeout=60
@@ -124,7 +125,11 @@ def test_a_second_owner_and_a_taken_port_are_refused(start: Start, tmp_path: Pat
     assert f"hint: stop process {process.pid}" in second.stderr
     port = url.rsplit(":", 1)[1]
     third = subprocess.run(
-        [*command, str(tmp_path / "other"), "-p", port], capture_output=True, text=True, check=False, timeout=60
+        [*command, str(tmp_path / "other"), "--open", "-p", port],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
     assert (third.returncode, third.stdout) == (1, "")
     assert f"error: cannot listen on 127.0.0.1 port {port}: Address already in use" in third.stderr

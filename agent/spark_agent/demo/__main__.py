@@ -81,7 +81,7 @@ def _run(sandbox: Sandbox, output: Output) -> None:
     shape = read_model_shape(model)
     trace = sandbox.home / "trace.npz"
     with sandbox.serving(
-        "spark_service.cli", "run", "-p", "0", "--json", "--data-dir", str(sandbox.home / "service")
+        "spark_service.cli", "run", "--open", "-p", "0", "--json", "--data-dir", str(sandbox.home / "service")
     ) as up:
         sandbox.environment["SPARKMOE_SERVICE_URL"] = up["base_url"]
         output.info(f"[1/5] calibration service at {up['base_url']}")

@@ -7,12 +7,21 @@ from collections.abc import Mapping
 import numpy as np
 import pyarrow as pa
 
-from spark_schemas.histogram import PhaseHistogram, SessionHistogram
-from spark_schemas.ids import Phase
+from spark_schemas.model import ModelShape
+from spark_service.db.batch import StoredReceipt
 from spark_service.errors import StorageError
+from spark_service.packed import PackedPhase, PackedSession, pack_counts, unpack_counts
 from spark_service.sessions import IntArray, SessionPart
 
-__all__ = ["histograms_table", "parts_from_table", "parts_table"]
+__all__ = [
+    "HISTOGRAM_SCHEMA",
+    "PART_COLUMNS",
+    "histograms_table",
+    "parts_from_table",
+    "parts_table",
+    "receipts_table",
+    "repacked_table",
+]
 
 _PART_COLUMNS: list[tuple[str, pa.DataType]] = [
     (name, pa.string()) for name in ("content_id", "fingerprint", "workload", "session_hash", "split")
@@ -24,53 +33,82 @@ _HISTOGRAM_COLUMNS: list[tuple[str, pa.DataType]] = [
     ("blocks", pa.list_(pa.uint32())),
     ("n_experts", pa.list_(pa.uint32())),
     ("layer_tokens", pa.list_(pa.uint64())),
-    ("counts", pa.list_(pa.uint64())),
-    ("reuse", pa.list_(pa.uint64())),
+    ("counts", pa.binary()),
+    ("reuse", pa.binary()),
 ]
+HISTOGRAM_SCHEMA = pa.schema(_HISTOGRAM_COLUMNS)
+"""Rows of ``histograms``, in the database and in segments."""
+
+PART_COLUMNS = ("content_id", "workload", "session_hash", "tokens", "n_experts", "counts", "reuse")
+"""What a :class:`SessionPart` is read from."""
+
+_Sessions = Mapping[str, tuple[ModelShape, PackedSession]]
+"""Sessions with their models, by content id."""
 
 
-def parts_table(sessions: Mapping[str, SessionHistogram], fingerprint: str) -> pa.Table:
-    """Rows of ``parts`` for sessions by content id."""
+def parts_table(sessions: _Sessions) -> pa.Table:
+    """Rows of ``parts``."""
     rows = [
         {
             "content_id": content_id,
-            "fingerprint": fingerprint,
+            "fingerprint": model.fingerprint,
             "workload": session.workload,
             "session_hash": session.session_hash,
             "split": session.split,
         }
-        for content_id, session in sessions.items()
+        for content_id, (model, session) in sessions.items()
     ]
     return pa.Table.from_pylist(rows, schema=pa.schema(_PART_COLUMNS))
 
 
-def histograms_table(sessions: Mapping[str, SessionHistogram]) -> pa.Table:
-    """Rows of ``histograms`` for sessions by content id, one per phase, blocks flattened one after the other."""
-    rows = []
-    for content_id, session in sessions.items():
-        if session.prefill is not None:
-            rows.append(_histogram_row(content_id, "prefill", session.prefill, None))
-        if session.decode is not None:
-            reuse = [count for layer in session.reuse or () for count in layer.distances]
-            rows.append(_histogram_row(content_id, "decode", session.decode, reuse))
-    return pa.Table.from_pylist(rows, schema=pa.schema(_HISTOGRAM_COLUMNS))
+def histograms_table(sessions: _Sessions) -> pa.Table:
+    """Rows of ``histograms``, one per phase."""
+    rows = [
+        _histogram_row(content_id, model, phase)
+        for content_id, (model, session) in sessions.items()
+        for phase in session.phases
+    ]
+    return pa.Table.from_pylist(rows, schema=HISTOGRAM_SCHEMA)
 
 
-def _histogram_row(content_id: str, phase: Phase, part: PhaseHistogram, reuse: list[int] | None) -> dict[str, object]:
+def _histogram_row(content_id: str, model: ModelShape, phase: PackedPhase) -> dict[str, object]:
     return {
         "content_id": content_id,
-        "phase": phase,
-        "tokens": part.tokens,
-        "blocks": [layer.block for layer in part.layers],
-        "n_experts": [len(layer.counts) for layer in part.layers],
-        "layer_tokens": [layer.tokens for layer in part.layers],
-        "counts": [count for layer in part.layers for count in layer.counts],
-        "reuse": reuse,
+        "phase": phase.phase,
+        "tokens": phase.tokens,
+        "blocks": [layer.block for layer in model.layers],
+        "n_experts": [layer.n_experts for layer in model.layers],
+        "layer_tokens": phase.layer_tokens,
+        "counts": phase.counts,
+        "reuse": phase.reuse,
     }
 
 
+def receipts_table(receipts: Mapping[str, StoredReceipt]) -> pa.Table:
+    """Rows of ``uploads`` for receipts by idempotency key."""
+    stored = list(receipts.values())
+    return pa.table(
+        {
+            "idempotency_key": pa.array(receipts, pa.string()),
+            "body_sha256": pa.array([row.body_sha256 for row in stored], pa.string()),
+            "accepted": pa.array([row.receipt.accepted for row in stored], pa.uint32()),
+            "duplicates": pa.array([row.receipt.duplicates for row in stored], pa.uint32()),
+        }
+    )
+
+
+def repacked_table(table: pa.Table) -> pa.Table:
+    """Rows of ``histograms`` from rows whose counts and reuse are lists of numbers."""
+    rows = [_Row(table, index) for index in range(table.num_rows)]
+    for name in ("counts", "reuse"):
+        lists = [row.array(name) for row in rows]
+        packed = [None if values is None else pack_counts(values) for values in lists]
+        table = table.set_column(table.schema.get_field_index(name), name, pa.array(packed, pa.binary()))
+    return table
+
+
 def parts_from_table(table: pa.Table) -> list[SessionPart]:
-    """Read parts with the columns content_id, workload, session_hash, tokens, n_experts, counts and reuse."""
+    """Read parts from a table with :data:`PART_COLUMNS`."""
     return [_part(_Row(table, index)) for index in range(table.num_rows)]
 
 
@@ -91,9 +129,17 @@ class _Row:
         values: IntArray = scalar.values.to_numpy(zero_copy_only=False).astype(np.int64)
         return values
 
+    def layers(self, column: str, lengths: IntArray) -> tuple[IntArray, ...] | None:
+        """Packed counts as one array for each layer."""
+        packed = self.value(column)
+        if not isinstance(packed, bytes):
+            return None
+        return tuple(np.split(unpack_counts(packed, int(lengths.sum())), np.cumsum(lengths)[:-1]))
+
 
 def _part(row: _Row) -> SessionPart:
-    n_experts, counts, reuse = row.array("n_experts"), row.array("counts"), row.array("reuse")
+    n_experts = row.array("n_experts")
+    counts = None if n_experts is None else row.layers("counts", n_experts)
     if n_experts is None or counts is None:
         raise StorageError(f"histogram {row.value('content_id')} has no counts", "restore a backup")
     return SessionPart(
@@ -101,10 +147,6 @@ def _part(row: _Row) -> SessionPart:
         workload=str(row.value("workload")),
         session_hash=str(row.value("session_hash")),
         tokens=int(str(row.value("tokens"))),
-        counts=_unflatten(counts, n_experts),
-        reuse=None if reuse is None else _unflatten(reuse, n_experts + 1),
+        counts=counts,
+        reuse=row.layers("reuse", n_experts + 1),
     )
-
-
-def _unflatten(flat: IntArray, lengths: IntArray) -> tuple[IntArray, ...]:
-    return tuple(np.split(flat, np.cumsum(lengths)[:-1]))

@@ -3,27 +3,47 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import duckdb
 import pyarrow as pa
 
 from spark_schemas.api import UploadReceipt
-from spark_schemas.histogram import HistogramUpload, SessionHistogram
+from spark_schemas.histogram import HistogramUpload
 from spark_schemas.ids import Phase
-from spark_schemas.model import ExpertLayer, ModelShape
+from spark_schemas.model import ModelShape
+from spark_service.db.aging import age_out, registered_segments
+from spark_service.db.audit import record, record_uploads
+from spark_service.db.batch import Batch, KeyedUpload, Known, StoredReceipt, plan_batch
 from spark_service.db.connection import Database
 from spark_service.db.migrate import migrate, pending
-from spark_service.db.rows import histograms_table, parts_from_table, parts_table
-from spark_service.db.snapshot import copy_snapshot, link_files
+from spark_service.db.removal import Removal
+from spark_service.db.rows import (
+    PART_COLUMNS,
+    histograms_table,
+    parts_from_table,
+    parts_table,
+    receipts_table,
+    repacked_table,
+)
+from spark_service.db.scan import snapshot
+from spark_service.db.segments import SegmentFolder
+from spark_service.db.snapshot import copy_log, copy_snapshot, link_files
+from spark_service.db.tallies import Counted, TallyKey, save_tally
 from spark_service.errors import RequestError, StorageError
+from spark_service.group_commit import GroupCommit
+from spark_service.packed import pack_upload
 from spark_service.sessions import SessionPart
 
 __all__ = ["PartKey", "Store"]
+
+ROWS_PER_READ = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,28 +58,36 @@ class PartKey:
 class Store:
     """Histograms, models and receipts in one database. All methods block; all may be called from any thread."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, segments: SegmentFolder) -> None:
         self._database = database
+        self._segments = segments
         # DuckDB would let two writers race and fail one of them; here the second one waits.
         self._writing = threading.Lock()
         self._copying = threading.Lock()
+        self._deletions = 0
+        self._group_commit = GroupCommit(self.add_batch)
 
     @classmethod
-    def open(cls, path: Path, *, memory: str = "1GB", threads: int = 2) -> Self:
+    def open(cls, path: Path, *, memory: str = "1GB", threads: int = 2, segments: Path | None = None) -> Self:
         """Open or create the database at ``path`` and bring its schema up to date.
 
+        ``segments`` is the folder of histograms that have aged out, beside the database if it is not given.
         Raises :class:`DatabaseError` and :class:`StorageError`; the file is closed again then.
         """
         database = Database(path, memory=memory, threads=threads)
         try:
             migrate(database)
+            _repack(database)
+            store = cls(database, SegmentFolder(path.with_name("segments") if segments is None else segments))
+            store.sweep_segments()
         except BaseException:
             database.close(checkpoint=False)
             raise
-        return cls(database)
+        return store
 
     def close(self) -> None:
-        """Wait for a running write and a running copy, then checkpoint and close."""
+        """Commit what was submitted, wait for a running write and a running copy, then checkpoint and close."""
+        self._group_commit.close()
         with self._copying, self._writing:
             self._database.close()
 
@@ -68,18 +96,30 @@ class Store:
         """The database file."""
         return self._database.path
 
-    def copy_to(self, database: Path, *, beside: Path, beside_copy: Path) -> None:
-        """Copy what is committed now, into files that must not exist, while uploads go on.
+    def copy_to(self, database: Path, segments: Path) -> None:
+        """Copy what is committed now into a file and a folder that must not exist, while uploads go on.
 
-        ``beside`` is the folder of immutable files that belongs to the database; they are linked into ``beside_copy``
-        at the same moment. Raises :class:`StorageError`.
+        The histograms that have aged out are linked, not copied. Raises :class:`StorageError`.
         """
         with self._copying, ExitStack() as stack:
-            # Writers wait for the checkpoint and the links, not for the copy.
+            # Writers wait for the checkpoint, what is left of the log and the links, not for the copy.
             with self._writing:
                 descriptor = stack.enter_context(self._database.frozen())
-                link_files(beside, beside_copy)
+                copy_log(self._database.path, database)
+                link_files(self._segments.path, segments)
             copy_snapshot(descriptor, database)
+
+    @contextmanager
+    def writing(self) -> Iterator[duckdb.DuckDBPyConnection]:
+        """Give the one writer's cursor inside a transaction. Raises :class:`StorageError`."""
+        with self._writing, self._database.transaction() as cursor:
+            yield cursor
+
+    @contextmanager
+    def reading(self) -> Iterator[duckdb.DuckDBPyConnection]:
+        """Give a cursor for reading. Raises :class:`StorageError`."""
+        with self._database.cursor() as cursor:
+            yield cursor
 
     def require_ready(self) -> None:
         """Raise :class:`StorageError` or :class:`MigrationError` unless the database answers and is migrated."""
@@ -88,48 +128,96 @@ class Store:
             names = ", ".join(f"{migration.version:04d}_{migration.name}" for migration in missing)
             raise StorageError(f"migrations missing: {names}", "run spark-service migrate")
 
-    def add_upload(self, upload: HistogramUpload, idempotency_key: str, body_sha256: str) -> UploadReceipt:
+    def add_upload(
+        self, upload: HistogramUpload, idempotency_key: str, body_sha256: str, actor: str = "cli"
+    ) -> UploadReceipt:
         """Store an upload in one transaction and return its receipt once that is committed.
 
-        The same key and body give the first receipt again. Histograms already stored, and those of deleted sessions,
-        count as duplicates. Raises :class:`RequestError` for a key used with another body and for a model that
-        contradicts the stored one; :class:`StorageError` when nothing could be stored.
+        The same key and body give the first receipt again. Histograms already stored, those removed by age and those
+        of deleted sessions count as duplicates. ``actor`` is who the audit log names. Raises :class:`RequestError` for
+        a key used with another body and for a model that contradicts the stored one; :class:`StorageError` when nothing
+        could be stored.
+        """
+        [outcome] = self.add_batch([KeyedUpload(pack_upload(upload), idempotency_key, body_sha256, actor)])
+        if isinstance(outcome, RequestError):
+            raise outcome
+        return outcome
+
+    def submit_upload(self, upload: KeyedUpload) -> Future[UploadReceipt]:
+        """Queue an upload for the next common commit; the future gets what :meth:`add_upload` returns or raises.
+
+        Raises :class:`OverloadedError` when too much waits already.
+        """
+        return self._group_commit.submit(upload)
+
+    def add_batch(self, uploads: Sequence[KeyedUpload]) -> list[UploadReceipt | RequestError]:
+        """Store uploads in one transaction and return each one's outcome, that of :meth:`add_upload`, in order.
+
+        A refused upload leaves no trace and keeps no other one out. Raises :class:`StorageError` when nothing could be
+        stored.
         """
         with self._writing, self._database.transaction() as cursor:
-            # Always fetchall: a result that is not read to its end blocks the cursor.
-            earlier = cursor.execute(
-                "SELECT body_sha256, accepted, duplicates FROM uploads WHERE idempotency_key = ?", [idempotency_key]
-            ).fetchall()
-            if earlier:
-                stored_sha256, accepted, duplicates = earlier[0]
-                _require_same_body(stored_sha256, body_sha256)
-                return UploadReceipt(accepted=accepted, duplicates=duplicates)
-            _put_model(cursor, upload.model)
-            fresh = _fresh_sessions(cursor, upload)
-            if fresh:
-                _insert(cursor, "parts", parts_table(fresh, upload.model.fingerprint))
-                _insert(cursor, "histograms", histograms_table(fresh))
-            receipt = UploadReceipt(accepted=len(fresh), duplicates=len(upload.sessions) - len(fresh))
-            cursor.execute(
-                "INSERT INTO uploads VALUES (?, ?, ?, ?)",
-                [idempotency_key, body_sha256, receipt.accepted, receipt.duplicates],
-            )
-        return receipt
+            batch = plan_batch(uploads, _known(cursor, uploads))
+            _write(cursor, batch)
+        return batch.outcomes
 
-    def delete_session(self, session_hash: str) -> int:
+    def delete_session(self, session_hash: str, actor: str = "cli") -> int:
         """Remove every part of a session, for all models and workloads, and keep it from coming back.
 
-        Return the number of parts removed.
+        Return the number of parts removed. ``actor`` is who the audit log names.
         """
-        with self._writing, self._database.transaction() as cursor:
-            cursor.execute("INSERT INTO deleted_sessions VALUES (?) ON CONFLICT DO NOTHING", [session_hash])
-            ids = cursor.execute("SELECT content_id FROM parts WHERE session_hash = ?", [session_hash]).fetchall()
-            cursor.execute(
-                "DELETE FROM histograms WHERE content_id IN (SELECT content_id FROM parts WHERE session_hash = ?)",
-                [session_hash],
-            )
-            cursor.execute("DELETE FROM parts WHERE session_hash = ?", [session_hash])
-        return len(ids)
+        with self.removing("session_hash", session_hash) as (cursor, removal):
+            removed = removal.session(cursor, session_hash)
+            record(cursor, actor, "session.delete", session_hash, {"removed": removed})
+        return removed
+
+    @contextmanager
+    def removing(self, column: str, value: str | date) -> Iterator[tuple[duckdb.DuckDBPyConnection, Removal]]:
+        """Give the writer's cursor inside a transaction, and what removes the parts that a column's value names."""
+        with self._writing:
+            removal = Removal.prepared(self._database, self._segments, column, value)
+            with self._database.transaction() as cursor:
+                yield cursor, removal
+                # Before the commit: whoever reads the number after it must not find the old one.
+                self._deletions += 1 if removal.removed else 0
+            removal.finish()
+
+    @property
+    def deletions(self) -> int:
+        """Deletions so far: what was read before one may be gone."""
+        return self._deletions
+
+    @property
+    def segments(self) -> SegmentFolder:
+        """Where histograms are that have aged out."""
+        return self._segments
+
+    @contextmanager
+    def snapshot(self) -> Iterator[duckdb.DuckDBPyConnection]:
+        """Give a cursor that sees the database as it is now, whatever is written meanwhile."""
+        with self._database.transaction() as cursor:
+            yield cursor
+
+    def keep_tally(self, key: TallyKey, counted: Counted, deletions: int) -> bool:
+        """Store a tally, unless a session was deleted since the number of :attr:`deletions` was ``deletions``."""
+        with self.writing() as cursor:
+            if self._deletions != deletions:
+                return False
+            save_tally(cursor, key, counted)
+        return True
+
+    def age_out(self, before: date) -> int:
+        """Move some of the histograms received before a day into a segment; return how many, 0 once none is left."""
+        return age_out(self._database, self._segments, self._writing, before)
+
+    def sweep_segments(self) -> list[str]:
+        """Remove files that a crash or an error left in the folder of segments, and return their names."""
+        if not self._segments.path.exists():
+            return []
+        with self._writing:
+            with self._database.cursor() as cursor:
+                known = registered_segments(cursor)
+            return self._segments.sweep(known)
 
     def model(self, fingerprint: str) -> ModelShape | None:
         """The stored shape of a model."""
@@ -164,35 +252,19 @@ class Store:
         """Identities of all parts of a model that have counts in a phase, sorted by content id."""
         with self._database.cursor() as cursor:
             rows = cursor.execute(
-                "SELECT content_id, workload, session_hash FROM parts JOIN histograms USING (content_id) "
-                "WHERE fingerprint = ? AND phase = ? ORDER BY content_id",
-                [fingerprint, phase],
+                "SELECT content_id, workload, session_hash FROM parts JOIN ("
+                "SELECT content_id FROM histograms WHERE phase = $phase "
+                "UNION ALL SELECT content_id FROM segment_rows WHERE phase = $phase) USING (content_id) "
+                "WHERE fingerprint = $fingerprint ORDER BY content_id",
+                {"fingerprint": fingerprint, "phase": phase},
             ).fetchall()
         return [PartKey(*row) for row in rows]
 
     def parts(self, content_ids: Sequence[str], phase: Phase) -> list[SessionPart]:
         """Parts with their counts, sorted by content id; ids deleted in the meantime are absent."""
-        wanted = pa.table({"content_id": pa.array(content_ids, pa.string())})
-        with self._database.cursor() as cursor:
-            cursor.register("wanted", wanted)
-            table = cursor.sql(
-                "SELECT content_id, workload, session_hash, tokens, n_experts, counts, reuse "
-                "FROM wanted JOIN parts USING (content_id) JOIN histograms USING (content_id) "
-                "WHERE phase = $phase ORDER BY content_id",
-                params={"phase": phase},
-            ).to_arrow_table()
-        return parts_from_table(table)
-
-
-def _require_same_body(stored_sha256: str, body_sha256: str) -> None:
-    if stored_sha256 != body_sha256:
-        raise RequestError(
-            422,
-            "idempotency_key_reused",
-            "Idempotency-Key: found one that was used with another body, expected a new key for new content",
-            field="header.Idempotency-Key",
-            hint="send each upload under a key of its own, and repeat the key only to repeat the same bytes",
-        )
+        with snapshot(self._database, self._segments, self._writing, phase, content_ids=content_ids) as held:
+            tables = held.tables(ROWS_PER_READ, PART_COLUMNS)
+            return [part for table in tables for part in parts_from_table(table)]
 
 
 def _get_model(cursor: duckdb.DuckDBPyConnection, fingerprint: str) -> ModelShape | None:
@@ -200,60 +272,60 @@ def _get_model(cursor: duckdb.DuckDBPyConnection, fingerprint: str) -> ModelShap
     return ModelShape.model_validate_json(rows[0][0]) if rows else None
 
 
-def _put_model(cursor: duckdb.DuckDBPyConnection, model: ModelShape) -> None:
-    stored = _get_model(cursor, model.fingerprint)
-    if stored is None:
+def _known(cursor: duckdb.DuckDBPyConnection, uploads: Sequence[KeyedUpload]) -> Known:
+    sessions = [session for keyed in uploads for session in keyed.upload.sessions]
+    receipts = _lookup(
+        cursor,
+        "SELECT idempotency_key, body_sha256, accepted, duplicates FROM uploads WHERE idempotency_key IN ?",
+        (keyed.idempotency_key for keyed in uploads),
+    )
+    models = _lookup(
+        cursor,
+        "SELECT fingerprint, shape_json FROM models WHERE fingerprint IN ?",
+        (keyed.upload.model.fingerprint for keyed in uploads),
+    )
+    content_ids = [
+        row
+        for table in ("parts", "expired_parts")
+        for row in _lookup(
+            cursor,
+            f"SELECT content_id FROM {table} WHERE content_id IN ?",  # noqa: S608  this module's own names
+            (session.content_id for session in sessions),
+        )
+    ]
+    deleted = _lookup(
+        cursor,
+        "SELECT session_hash FROM deleted_sessions WHERE session_hash IN ?",
+        (session.session_hash for session in sessions),
+    )
+    return Known(
+        receipts={
+            key: StoredReceipt(sha256, UploadReceipt(accepted=accepted, duplicates=duplicates))
+            for key, sha256, accepted, duplicates in receipts
+        },
+        models={fingerprint: ModelShape.model_validate_json(shape) for fingerprint, shape in models},
+        content_ids={row[0] for row in content_ids},
+        deleted_sessions={row[0] for row in deleted},
+    )
+
+
+def _lookup(cursor: duckdb.DuckDBPyConnection, query: str, wanted: Iterable[str]) -> list[tuple[Any, ...]]:
+    # A list as a parameter goes through the primary key's index; a join would read the whole table at every commit.
+    # Always fetchall: a result that is not read to its end blocks the cursor.
+    return cursor.execute(query, [sorted(set(wanted))]).fetchall()
+
+
+def _write(cursor: duckdb.DuckDBPyConnection, batch: Batch) -> None:
+    for model in batch.models.values():
         cursor.execute(
             "INSERT INTO models VALUES (?, ?, ?)", [model.fingerprint, model.sibling, model.model_dump_json()]
         )
-    elif difference := _difference(stored, model):
-        field, found, expected = difference
-        raise RequestError(
-            409,
-            "model_mismatch",
-            f"{field}: found {found}, expected {expected}, as stored with the first upload of {model.fingerprint}",
-            field=field,
-            found=found,
-            expected=expected,
-            hint="two agents disagree about one fingerprint: bring both to the same version of spark-moe",
-        )
-
-
-def _difference(stored: ModelShape, sent: ModelShape) -> tuple[str, str, str] | None:
-    """First difference as (field, found, expected). The name is a label, not a shape, and may differ."""
-    if len(sent.layers) != len(stored.layers):
-        return "model.layers", f"{len(sent.layers)} layers", f"{len(stored.layers)} layers"
-    for name in ModelShape.model_fields:
-        found, expected = getattr(sent, name), getattr(stored, name)
-        if name not in ("name", "layers") and found != expected:
-            return f"model.{name}", repr(found), repr(expected)
-    for index, (found, expected) in enumerate(zip(sent.layers, stored.layers, strict=True)):
-        for name in ExpertLayer.model_fields:
-            one, other = getattr(found, name), getattr(expected, name)
-            if one != other:
-                return f"model.layers[{index}].{name}", repr(one), repr(other)
-    return None
-
-
-def _fresh_sessions(cursor: duckdb.DuckDBPyConnection, upload: HistogramUpload) -> dict[str, SessionHistogram]:
-    """Histograms by content id that are neither stored nor of a deleted session."""
-    sessions = {session.content_id(upload.model.fingerprint): session for session in upload.sessions}
-    known = _column(cursor, "SELECT content_id FROM parts JOIN wanted ON content_id = id", list(sessions))
-    hashes = [session.session_hash for session in sessions.values()]
-    deleted = _column(cursor, "SELECT session_hash FROM deleted_sessions JOIN wanted ON session_hash = id", hashes)
-    return {
-        content_id: session
-        for content_id, session in sessions.items()
-        if content_id not in known and session.session_hash not in deleted
-    }
-
-
-def _column(cursor: duckdb.DuckDBPyConnection, query: str, wanted: list[str]) -> set[str]:
-    cursor.register("wanted", pa.table({"id": pa.array(wanted, pa.string())}))
-    try:
-        return {row[0] for row in cursor.execute(query).fetchall()}
-    finally:
-        cursor.unregister("wanted")
+    if batch.sessions:
+        _insert(cursor, "parts", parts_table(batch.sessions))
+        _insert(cursor, "histograms", histograms_table(batch.sessions))
+    if batch.receipts:
+        _insert(cursor, "uploads", receipts_table(batch.receipts))
+        record_uploads(cursor, batch.entries)
 
 
 def _insert(cursor: duckdb.DuckDBPyConnection, table: str, batch: pa.Table) -> None:
@@ -263,3 +335,14 @@ def _insert(cursor: duckdb.DuckDBPyConnection, table: str, batch: pa.Table) -> N
         cursor.execute(f"INSERT INTO {table} BY NAME SELECT * FROM batch")  # noqa: S608
     finally:
         cursor.unregister("batch")
+
+
+def _repack(database: Database) -> None:
+    """Move what was stored before migration 2 over, in one transaction, and drop its table."""
+    with database.transaction() as cursor, database.cursor() as reader:
+        query = "SELECT 1 FROM duckdb_tables() WHERE table_name = 'unpacked_histograms'"
+        if not cursor.execute(query).fetchall():
+            return
+        for rows in reader.sql("SELECT * FROM unpacked_histograms").to_arrow_reader(256):
+            _insert(cursor, "histograms", repacked_table(pa.Table.from_batches([rows])))
+        cursor.execute("DROP TABLE unpacked_histograms")

@@ -1,0 +1,243 @@
+"""How many uploads a second the service takes over HTTP, how long it keeps them waiting, and what it holds in memory.
+
+Usage: service_ingest.py [--seconds S] [--concurrency N] [--rate R] [--layers L] [--experts E] [--out FILE].
+Starts ``spark-service run -p 0`` on a temporary folder and uploads distinct sessions of L x E counts (prefill, decode
+and reuse distances), zstd: first as fast as N connections can for S seconds, then R a second for as long. The client
+runs in this process, on the same machine, and is part of what is measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Awaitable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import httpx
+import numpy as np
+import zstandard
+from report import parser_of, report
+
+from spark_schemas.histogram import HistogramUpload, LayerCounts, LayerReuse, PhaseHistogram, SessionHistogram
+from spark_schemas.model import ExpertLayer, ModelShape
+from spark_schemas.split import split_of
+
+TOP_K, DECODE_TOKENS, PREFILL_TOKENS = 8, 2000, 6000
+TEMPLATES = 64
+BODIES_PER_SECOND = 400
+"""Made beforehand for the first phase; beyond that they are made while it runs."""
+UPLOADS = "/api/v1/histograms"
+
+
+def shape_of(n_layers: int, n_experts: int) -> ModelShape:
+    """A model of equal layers."""
+    types = {"gate": "q4_K", "up": "q4_K", "down": "q6_K"}
+    layers = tuple(
+        ExpertLayer(block=b, n_experts=n_experts, top_k=TOP_K, expert_bytes=2_654_208, tensor_types=types)
+        for b in range(n_layers)
+    )
+    return ModelShape(
+        fingerprint="mf1-" + "0" * 32,
+        sibling="ms1-" + "0" * 32,
+        architecture="synthetic",
+        n_blocks=n_layers,
+        context_length=32768,
+        core_bytes=0,
+        kv_bytes_per_token=0,
+        layers=layers,
+    )
+
+
+def selections(rng: np.random.Generator, n_experts: int, tokens: int) -> tuple[int, ...]:
+    """Counts of one layer: skewed, summing to tokens x top-k, none above the tokens."""
+    counts = rng.multinomial(tokens * TOP_K, rng.dirichlet(np.full(n_experts, 2.0)))
+    while counts.max() > tokens:
+        moved = counts.max() - tokens
+        counts[counts.argmax()] -= moved
+        counts[counts.argmin()] += moved
+    return tuple(counts.tolist())
+
+
+def template(shape: ModelShape, index: int) -> str:
+    """An upload with ``HASH`` and ``SPLIT`` where its session's belong."""
+    rng = np.random.default_rng(index)
+    prefill, decode, reuse = [], [], []
+    for layer in shape.layers:
+        counts = selections(rng, layer.n_experts, DECODE_TOKENS)
+        first = sum(1 for count in counts if count)
+        nearer = 1.0 / (1.0 + np.arange(layer.n_experts))
+        distances = rng.multinomial(DECODE_TOKENS * TOP_K - first, nearer / nearer.sum())
+        decode.append(LayerCounts(block=layer.block, tokens=DECODE_TOKENS, counts=counts))
+        reuse.append(LayerReuse(block=layer.block, distances=(*distances.tolist(), first)))
+        routed = selections(rng, layer.n_experts, PREFILL_TOKENS)
+        prefill.append(LayerCounts(block=layer.block, tokens=PREFILL_TOKENS, counts=routed))
+    session = SessionHistogram.model_construct(
+        session_hash="HASH",
+        split="SPLIT",
+        workload="code-heavy",
+        prefill=PhaseHistogram(tokens=PREFILL_TOKENS, layers=tuple(prefill)),
+        decode=PhaseHistogram(tokens=DECODE_TOKENS, layers=tuple(decode)),
+        reuse=tuple(reuse),
+    )
+    upload = HistogramUpload.model_construct(agent_version="0.1.0", model=shape, sessions=(session,))
+    return upload.model_dump_json(warnings=False)
+
+
+class Bodies:
+    """Distinct uploads in a file, made beforehand: the counts of a template, a session of their own, compressed."""
+
+    def __init__(self, shape: ModelShape, path: Path) -> None:
+        self._templates = [template(shape, index) for index in range(TEMPLATES)]
+        self._compressor = zstandard.ZstdCompressor(level=1)
+        self._file = path.open("w+b", buffering=0)
+        self._made = 0
+        self._ready: deque[tuple[str, int, int]] = deque()
+
+    def make(self, count: int) -> None:
+        """Make ``count`` more."""
+        end = self._file.seek(0, os.SEEK_END)
+        for _ in range(count):
+            session_hash = hashlib.sha256(f"session {self._made}".encode()).hexdigest()
+            text = self._templates[self._made % TEMPLATES].replace("HASH", session_hash, 1)
+            body = self._compressor.compress(text.replace("SPLIT", split_of(session_hash), 1).encode())
+            self._file.write(body)
+            self._ready.append((session_hash, end, len(body)))
+            end += len(body)
+            self._made += 1
+
+    def next(self) -> tuple[str, bytes]:
+        """The next upload's key and body."""
+        if not self._ready:
+            self.make(1)
+        key, start, size = self._ready.popleft()
+        return key, os.pread(self._file.fileno(), size, start)
+
+
+def resident_bytes(pid: int) -> int:
+    """Resident memory of a process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Load:
+    """One phase of the benchmark: uploads sent, their latencies, and the service's memory meanwhile."""
+
+    def __init__(self, base_url: str, bodies: Bodies, pid: int) -> None:
+        self._base_url, self._bodies, self._pid = base_url, bodies, pid
+        self._latencies: list[float] = []
+        self._resident: list[int] = []
+        self._started = time.perf_counter()
+
+    def client(self) -> httpx.AsyncClient:
+        """A client for one connection: httpx looks through all connections of a pool at every request."""
+        headers = {"Content-Type": "application/json", "Content-Encoding": "zstd"}
+        return httpx.AsyncClient(base_url=self._base_url, headers=headers, timeout=60, verify=False)
+
+    async def send(self, client: httpx.AsyncClient) -> None:
+        """Upload once; anything but a receipt ends the benchmark."""
+        key, body = self._bodies.next()
+        start = time.perf_counter()
+        answer = await client.post(UPLOADS, content=body, headers={"Idempotency-Key": key})
+        self._latencies.append(time.perf_counter() - start)
+        if (answer.status_code, answer.content) != (202, b'{"accepted":1,"duplicates":0}'):
+            raise SystemExit(f"error: upload answered {answer.status_code}: {answer.text}")
+        if len(self._latencies) % 100 == 1:
+            self._resident.append(resident_bytes(self._pid))
+
+    def result(self) -> dict[str, object]:
+        """What was measured since this object was made."""
+        seconds = time.perf_counter() - self._started
+        milliseconds = 1000 * np.array(self._latencies)
+        resident = [round(size / 2**20, 1) for size in self._resident]
+        return {
+            "uploads": len(milliseconds),
+            "uploads_per_s": round(len(milliseconds) / seconds, 1),
+            "p50_ms": round(float(np.percentile(milliseconds, 50)), 1),
+            "p99_ms": round(float(np.percentile(milliseconds, 99)), 1),
+            "max_ms": round(float(milliseconds.max()), 1),
+            "service_resident_mib": {
+                "start": resident[0],
+                "middle": resident[len(resident) // 2],
+                "end": resident[-1],
+                "most": max(resident),
+            },
+        }
+
+
+async def flat_out(load: Load, seconds: float, concurrency: int) -> None:
+    """Upload over ``concurrency`` connections, each the next one once it has its answer."""
+    until = time.perf_counter() + seconds
+
+    async def worker() -> None:
+        async with load.client() as client:
+            while time.perf_counter() < until:
+                await load.send(client)
+
+    await asyncio.gather(*(worker() for _ in range(concurrency)))
+
+
+async def at_rate(load: Load, seconds: float, rate: float, connections: int) -> None:
+    """Start ``rate`` uploads a second, whether or not earlier ones have their answers."""
+    async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
+        clients = [await stack.enter_async_context(load.client()) for _ in range(connections)]
+        start = time.perf_counter()
+        for number in range(int(seconds * rate)):
+            await asyncio.sleep(max(0.0, start + number / rate - time.perf_counter()))
+            tasks.create_task(load.send(clients[number % connections]))
+
+
+async def measure(load: Load, apply: Awaitable[None]) -> dict[str, object]:
+    """One phase."""
+    await apply
+    return load.result()
+
+
+def main() -> None:
+    """Measure and print (or write) the numbers."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--seconds", type=float, default=60, help="of each phase")
+    parser.add_argument("--concurrency", type=int, default=64)
+    parser.add_argument("--rate", type=float, default=100, help="uploads a second in the second phase")
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--experts", type=int, default=128)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        bodies = Bodies(shape_of(options.layers, options.experts), Path(folder) / "bodies")
+        bodies.make(int(options.seconds * (BODIES_PER_SECOND + options.rate)))
+        data_dir = Path(folder) / "data"
+        command = [sys.executable, "-m", "spark_service.cli", "run", "-p", "0", "--data-dir", str(data_dir), "--json"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as service:
+            try:
+                base_url = json.loads(service.stdout.readline())["base_url"]
+                idle = resident_bytes(service.pid)
+                load = Load(base_url, bodies, service.pid)
+                flat = asyncio.run(measure(load, flat_out(load, options.seconds, options.concurrency)))
+                load = Load(base_url, bodies, service.pid)
+                paced = asyncio.run(measure(load, at_rate(load, options.seconds, options.rate, options.concurrency)))
+            finally:
+                service.terminate()
+        database_bytes = sum(path.stat().st_size for path in data_dir.rglob("*") if path.is_file())
+        body_bytes = len(bodies.next()[1])
+    result = {
+        "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "load_average": os.getloadavg()},
+        "layers": options.layers,
+        "experts": options.experts,
+        "body_bytes": body_bytes,
+        "service_idle_resident_mib": round(idle / 2**20, 1),
+        "flat_out": {"concurrency": options.concurrency, **flat},
+        "paced": {"rate_per_s": options.rate, **paced},
+        "database_bytes": database_bytes,
+    }
+    report(result, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""The administrator's side of a running service: what the commands ask it over HTTP."""
+
+from __future__ import annotations
+
+from typing import Self, TypeVar
+from urllib.parse import urlsplit
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from spark_schemas.api import API_PREFIX, PROBLEM_MEDIA_TYPE, Problem
+from spark_schemas.ids import Count, SessionHash
+from spark_service import env
+from spark_service.errors import RefusedError, ServiceCallError, UsageError
+from spark_service.settings import is_loopback
+
+__all__ = ["AdminClient"]
+
+TIMEOUT_SECONDS = 30.0
+MAX_ANSWER_BYTES = 32 * 2**20
+_MAX_SHOWN = 500
+"""Characters of the peer's words repeated to a person."""
+_M = TypeVar("_M", bound=BaseModel)
+
+
+class _Removed(BaseModel):
+    session_hash: SessionHash
+    removed: Count
+
+
+class AdminClient:
+    """Calls to one service with the token of the environment. Every call raises :class:`ServiceCallError`."""
+
+    def __init__(self, base_url: str) -> None:
+        """Take the address; nothing is sent yet.
+
+        Raises :class:`UsageError` for what is no address and :class:`RefusedError` without a token, or where it would
+        travel unencrypted.
+        """
+        self._base_url = _checked(base_url)
+        token = env.TOKEN.read()
+        if token is None:
+            raise RefusedError(
+                f"not asking {self._base_url}: found no {env.TOKEN.name}, expected an admin token in it",
+                f"set {env.TOKEN.name}, or stop the service and leave out --service",
+            )
+        local = is_loopback(urlsplit(self._base_url).hostname or "")
+        if urlsplit(self._base_url).scheme != "https" and not local:
+            raise RefusedError(
+                f"the token would travel unencrypted to {self._base_url}", "use an https:// address or a loopback one"
+            )
+        self._client = httpx.Client(
+            headers={"Authorization": f"Bearer {token}", "Accept-Encoding": "identity"},
+            timeout=TIMEOUT_SECONDS,
+            follow_redirects=False,
+            # A proxy has no business between this machine and itself.
+            trust_env=not local,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._client.close()
+
+    def get(self, path: str, model: type[_M]) -> _M:
+        """Get something under ``/api/v1/admin``."""
+        return self._call("GET", f"/admin{path}", model)
+
+    def post(self, path: str, body: BaseModel, model: type[_M]) -> _M:
+        """Post a body to something under ``/api/v1/admin``."""
+        return self._call("POST", f"/admin{path}", model, body.model_dump_json())
+
+    def delete(self, path: str, model: type[_M]) -> _M:
+        """Delete something under ``/api/v1/admin``."""
+        return self._call("DELETE", f"/admin{path}", model)
+
+    def delete_session(self, session_hash: str) -> int:
+        """Delete a session; return the number of parts removed."""
+        return self._call("DELETE", f"/sessions/{session_hash}", _Removed).removed
+
+    def _call(self, method: str, path: str, model: type[_M], body: str | None = None) -> _M:
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        url = self._base_url + API_PREFIX + path
+        try:
+            with self._client.stream(method, url, content=body, headers=headers) as response:
+                content = bytearray()
+                for chunk in response.iter_raw():
+                    content += chunk
+                    if len(content) > MAX_ANSWER_BYTES:
+                        raise self._bad_answer(f"more than {MAX_ANSWER_BYTES} bytes")
+        except httpx.TransportError as error:
+            raise ServiceCallError(
+                f"no answer from {self._base_url}: {error or type(error).__name__}",
+                "start the service or correct --service; with the service down, leave out --service",
+            ) from error
+        if response.status_code >= 400:
+            raise self._refusal(response, bytes(content))
+        try:
+            return model.model_validate_json(bytes(content))
+        except ValidationError as error:
+            raise self._bad_answer(f"status {response.status_code} without a valid {model.__name__}") from error
+
+    def _refusal(self, response: httpx.Response, content: bytes) -> ServiceCallError:
+        if response.headers.get("content-type", "").partition(";")[0].strip().lower() != PROBLEM_MEDIA_TYPE:
+            return self._bad_answer(f"status {response.status_code} without problem details")
+        try:
+            problem = Problem.model_validate_json(content)
+        except ValidationError:
+            return self._bad_answer(f"status {response.status_code} with unreadable problem details")
+        hint = problem.hint
+        if response.status_code in (401, 403) and problem.code != "open_service":
+            hint = f"put a valid token with scope admin into {env.TOKEN.name}"
+        return ServiceCallError(
+            f"{self._base_url} answered {response.status_code}: {problem.detail[:_MAX_SHOWN]}",
+            None if hint is None else hint[:_MAX_SHOWN],
+        )
+
+    def _bad_answer(self, found: str) -> ServiceCallError:
+        return ServiceCallError(
+            f"{self._base_url} does not answer as a calibration service: found {found}", "correct --service"
+        )
+
+
+def _checked(text: str) -> str:
+    try:
+        parts = urlsplit(text)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        usable = None
+    if not usable or parts.username or parts.password or parts.query or parts.fragment:
+        raise UsageError(f"--service: found {text[:_MAX_SHOWN]!r}, expected http://HOST[:PORT] or https://HOST[:PORT]")
+    return text.rstrip("/")
