@@ -6,6 +6,7 @@ import typer
 
 from spark_agent import __version__
 from spark_agent.commands.profiles import profiles_app, pull_profile_command
+from spark_agent.commands.service_key import service_key_app
 from spark_agent.output import run_app
 
 __all__ = ["add_profile_commands", "app", "main", "print_version"]
@@ -33,6 +34,7 @@ def add_profile_commands(target: typer.Typer) -> None:
     """Add what ``spark`` can do; ``spark-agent`` has it too, because other packages also install a ``spark``."""
     target.command("pull-profile")(pull_profile_command)
     target.add_typer(profiles_app, name="profiles")
+    target.add_typer(service_key_app, name="service-key")
 
 
 add_profile_commands(app)

@@ -13,6 +13,7 @@ from typing import Any
 
 from spark_agent.errors import ConfigError
 from spark_agent.service_url import normalise_service_url
+from spark_agent.signatures import parse_public_key
 
 __all__ = ["VARIABLES", "Environment", "Variable", "parse_team_key"]
 
@@ -120,6 +121,13 @@ TEAM_KEY = Variable(
 MODEL = Variable("SPARKMOE_MODEL", "path", None, "GGUF file to use when a command names none.", _text)
 DO_NOT_TRACK = Variable("DO_NOT_TRACK", "any but 0, false, no, off", False, "Upload nothing.", _do_not_track)
 NO_COLOR = Variable("NO_COLOR", "any", False, "Write without colour.", _present)
+SIGNING_KEY = Variable(
+    "SPARKMOE_SIGNING_KEY",
+    "base64 key",
+    None,
+    "Public key that signs every service's manifests; nothing is trusted on first use then.",
+    parse_public_key,
+)
 
 VARIABLES: tuple[Variable, ...] = (
     HOST,
@@ -132,6 +140,7 @@ VARIABLES: tuple[Variable, ...] = (
     MODEL,
     DO_NOT_TRACK,
     NO_COLOR,
+    SIGNING_KEY,
 )
 
 
@@ -149,6 +158,7 @@ class Environment:
     model: str | None = None
     do_not_track: bool = False
     no_color: bool = False
+    signing_key: str | None = None
 
     @classmethod
     def read(cls, mapping: Mapping[str, str] | None = None) -> Environment:
@@ -165,4 +175,5 @@ class Environment:
             model=MODEL.read(source),
             do_not_track=DO_NOT_TRACK.read(source),
             no_color=NO_COLOR.read(source),
+            signing_key=SIGNING_KEY.read(source),
         )

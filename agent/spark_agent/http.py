@@ -29,11 +29,12 @@ from spark_agent.service_url import is_loopback, normalise_service_url, protects
 from spark_schemas.api import API_PREFIX, PROBLEM_MEDIA_TYPE, Problem, ProfileList, UploadReceipt
 from spark_schemas.manifest import PlacementManifest
 from spark_schemas.profile import Profile
+from spark_schemas.signature import PINNED_HEADER, SIGNATURE_HEADER, SigningKeyInfo
 
 if TYPE_CHECKING:
     import httpx
 
-__all__ = ["ServiceClient"]
+__all__ = ["ManifestAnswer", "ServiceClient"]
 
 MAX_ANSWER_BYTES = 32 * 2**20
 """A profile of a very large model is a few MiB."""
@@ -48,6 +49,21 @@ class _Answer:
     status: int
     headers: Mapping[str, str]
     content: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestAnswer:
+    """An answer to a question for a manifest; nothing of it is believed before its signature is checked."""
+
+    manifest: PlacementManifest | None
+    """``None``: still the same as what the client has."""
+    content: bytes
+    """Exactly the bytes that the signature is over."""
+    etag: str | None
+    signature: str | None
+    """The header's text."""
+    pinned: str | None
+    """The profile revision, if an administrator has it served in place of the newest."""
 
 
 class ServiceClient:
@@ -104,26 +120,45 @@ class ServiceClient:
         n_ctx: int,
         reserve_bytes: int,
         phase: str,
+        sibling: str | None = None,
+        revision: str | None = None,
         etag: str | None = None,
-    ) -> tuple[PlacementManifest | None, str | None]:
-        """Return the placement for a budget of ``vram_bytes`` and its ETag; ``(None, etag)`` if still the same."""
+    ) -> ManifestAnswer:
+        """Return the placement for a budget of ``vram_bytes``, of an earlier profile revision if one is named.
+
+        ``sibling`` lets the service name other quantisations of an unknown model. With ``etag`` the answer may be that
+        nothing has changed.
+        """
         params = {
             "vram_bytes": str(vram_bytes),
             "n_ctx": str(n_ctx),
             "reserve_bytes": str(reserve_bytes),
             "phase": phase,
         }
+        params |= {name: value for name, value in (("sibling", sibling), ("revision", revision)) if value is not None}
         headers = {} if etag is None else {"If-None-Match": etag}
         path = f"/manifests/{quote(fingerprint, safe='')}/{quote(workload, safe='')}"
         answer = self._call("GET", path, params=params, headers=headers)
+        signature, pinned = (answer.headers.get(name.lower()) for name in (SIGNATURE_HEADER, PINNED_HEADER))
         if answer.status == 304 and etag is not None:
-            return None, etag
+            return ManifestAnswer(None, b"", etag, signature, pinned)
         found = self._parse(PlacementManifest, answer)
-        asked = (fingerprint, workload, phase, vram_bytes, n_ctx)
-        got = (found.fingerprint, found.workload, found.phase, found.vram_budget_bytes, found.n_ctx)
-        if got != asked:
+        asked = (fingerprint, workload, phase, vram_bytes, n_ctx, reserve_bytes)
+        got = (
+            found.fingerprint,
+            found.workload,
+            found.phase,
+            found.vram_budget_bytes,
+            found.n_ctx,
+            found.bytes.vram_reserve,
+        )
+        if got != asked or revision not in (None, found.profile_revision):
             raise self._bad_answer(f"a manifest for {got}, expected one for {asked}")
-        return found, answer.headers.get("etag")
+        return ManifestAnswer(found, answer.content, answer.headers.get("etag"), signature, pinned)
+
+    def signing_key(self) -> SigningKeyInfo:
+        """Return the public key that the service signs with, as it says."""
+        return self._parse(SigningKeyInfo, self._call("GET", "/signing-key"))
 
     def profiles(self, fingerprint: str | None = None) -> ProfileList:
         """Return all profiles, or those of one model."""

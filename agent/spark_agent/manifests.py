@@ -1,4 +1,8 @@
-"""Manifests on this machine: pulled ones by model and workload, and any file a person names."""
+"""Manifests on this machine: pulled ones by model and workload, and any file a person names.
+
+A manifest is kept as the bytes that were signed, with the signature: in one file where the agent keeps it, so that a
+crash never parts them; beside each other (``FILE`` and ``FILE.sig``) where a person asked for a file to pass on.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,15 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from spark_agent.errors import SparkError
+from spark_agent.errors import RefusedError, SparkError
 from spark_agent.files import replacing
 from spark_agent.paths import manifests_dir
+from spark_agent.signatures import SignedBy
+from spark_agent.trust import ManifestTrust
 from spark_agent.workload_name import check_workload_name
 from spark_schemas.manifest import PlacementManifest
 
-__all__ = ["ManifestStore", "PullKey", "find_manifest", "load_manifest", "save_manifest"]
+__all__ = ["Known", "ManifestStore", "PullKey", "find_manifest", "load_manifest", "save_manifest"]
 
 _OWN_MODE = 0o600
 _SHARED_MODE = 0o644
@@ -31,8 +37,20 @@ class PullKey:
     reserve_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A manifest that was pulled before."""
+
+    manifest: PlacementManifest
+    content: bytes
+    """As it was sent and signed."""
+    etag: str | None
+    signed: SignedBy | None
+    key: PullKey
+
+
 class _Pulled(BaseModel):
-    """A stored manifest with the answer's ETag and the question."""
+    """A stored manifest with the answer's ETag and signature, and the question."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -41,16 +59,35 @@ class _Pulled(BaseModel):
     n_ctx: int
     reserve_bytes: int
     etag: str | None
-    manifest: PlacementManifest
+    signed: SignedBy | None
+    content: str
+
+    def known(self) -> Known:
+        """Raises ``ValidationError`` when the content is no manifest."""
+        content = self.content.encode()
+        return Known(
+            PlacementManifest.model_validate_json(content),
+            content,
+            self.etag,
+            self.signed,
+            PullKey(self.service_url, self.vram_bytes, self.n_ctx, self.reserve_bytes),
+        )
 
 
-def load_manifest(path: Path) -> PlacementManifest:
-    """Read a manifest, as written by ``--output`` or as kept here; raise :class:`SparkError` naming the wrong field."""
+def load_manifest(path: Path, trust: ManifestTrust | None = None) -> PlacementManifest:
+    """Read a manifest, as written by ``--output`` or as kept here, and check the signature if there is one.
+
+    Raises :class:`SparkError` naming the wrong field, :class:`RefusedError` for a signature that does not fit or whose
+    key is not the one that is pinned for its service.
+    """
+    trust = ManifestTrust.of_this_machine() if trust is None else trust
     try:
         content = path.read_bytes()
         with contextlib.suppress(ValidationError):
-            return _Pulled.model_validate_json(content).manifest
-        return PlacementManifest.model_validate_json(content)
+            known = _Pulled.model_validate_json(content).known()
+            _check(known, trust)
+            return known.manifest
+        manifest = PlacementManifest.model_validate_json(content)
     except OSError as error:
         raise SparkError(f"cannot read the manifest {path}: {error.strerror}", "check the path") from error
     except ValidationError as error:
@@ -60,26 +97,43 @@ def load_manifest(path: Path) -> PlacementManifest:
             f"{path} is not a valid placement manifest: {where}: {first['msg'].removeprefix('Value error, ')}",
             "pull it again: spark pull-profile NAME --output FILE",
         ) from error
+    signed = _read_signature(_signature_path(path))
+    if signed is not None:
+        trust.check_stored(content, signed)
+    return manifest
 
 
-def save_manifest(path: Path, manifest: PlacementManifest) -> None:
-    """Write a manifest for people and other machines to read; raise :class:`SparkError` when it cannot be written."""
-    _write(path, manifest.model_dump_json(indent=1), _SHARED_MODE)
+def save_manifest(path: Path, content: bytes, signed: SignedBy | None) -> None:
+    """Write a manifest's bytes, and the signature beside it, for people and other machines to read.
+
+    Raises :class:`SparkError` when they cannot be written. Interrupted, it leaves an unsigned file, never one beside
+    another's signature.
+    """
+    beside = _signature_path(path)
+    try:
+        beside.unlink(missing_ok=True)
+    except OSError as error:
+        raise SparkError(f"cannot replace {beside}: {error.strerror}", "check the folder and its space") from error
+    _write(path, content, _SHARED_MODE)
+    if signed is not None:
+        _write(beside, signed.model_dump_json(indent=1).encode(), _SHARED_MODE)
 
 
 def find_manifest(named: str, fingerprint: str) -> PlacementManifest:
-    """The manifest in a file, or the one that was pulled under a workload's name for a model.
+    """The manifest in a file, or the one that was pulled under a workload's name for a model; its signature is checked.
 
-    Raises :class:`SparkError` when there is none, :class:`UsageError` for a name that no workload can have.
+    Raises :class:`SparkError` when there is none, :class:`UsageError` for a name that no workload can have,
+    :class:`RefusedError` as :func:`load_manifest`.
     """
     file = Path(named)
     if file.is_file() or file.suffix or file.name != named:
         return load_manifest(file)
     check_workload_name(named, option="--manifest")
-    found = ManifestStore(manifests_dir()).get(fingerprint, named)
+    found = ManifestStore(manifests_dir()).find(fingerprint, named)
     if found is None:
         raise SparkError(f"no profile {named!r} was pulled for this model", f"spark pull-profile {named}")
-    return found
+    _check(found, ManifestTrust.of_this_machine())
+    return found.manifest
 
 
 class ManifestStore:
@@ -92,21 +146,37 @@ class ManifestStore:
         """Where a pulled manifest is kept."""
         return self._folder / fingerprint / f"{workload}.json"
 
-    def get(self, fingerprint: str, workload: str) -> PlacementManifest | None:
-        """The pulled manifest of a model and workload, if there is a readable one."""
-        pulled = self._read(fingerprint, workload)
-        return None if pulled is None else pulled.manifest
-
-    def known(self, fingerprint: str, workload: str, key: PullKey) -> tuple[PlacementManifest, str] | None:
-        """The stored answer to exactly this question, with its ETag."""
-        pulled = self._read(fingerprint, workload)
-        if pulled is None or pulled.etag is None:
+    def find(self, fingerprint: str, workload: str) -> Known | None:
+        """The pulled manifest of a model and workload, if there is a readable one; its signature is not checked."""
+        try:
+            return _Pulled.model_validate_json(self.path(fingerprint, workload).read_bytes()).known()
+        except (OSError, ValidationError):
+            # Never pulled; or damaged, or written by another version: it is only a copy of what the service has.
             return None
-        asked = PullKey(pulled.service_url, pulled.vram_bytes, pulled.n_ctx, pulled.reserve_bytes)
-        return (pulled.manifest, pulled.etag) if asked == key else None
 
-    def put(self, manifest: PlacementManifest, key: PullKey, etag: str | None) -> Path:
-        """Keep an answer, replacing the previous one at once; returns its path."""
+    def get(self, fingerprint: str, workload: str) -> PlacementManifest | None:
+        """As :meth:`find`, the manifest alone."""
+        found = self.find(fingerprint, workload)
+        return None if found is None else found.manifest
+
+    def known(self, fingerprint: str, workload: str, key: PullKey) -> Known | None:
+        """The stored answer to exactly this question, if it has an ETag."""
+        found = self.find(fingerprint, workload)
+        return found if found is not None and found.etag is not None and found.key == key else None
+
+    def put(
+        self,
+        manifest: PlacementManifest,
+        key: PullKey,
+        etag: str | None,
+        *,
+        content: bytes | None = None,
+        signed: SignedBy | None = None,
+    ) -> Path:
+        """Keep an answer, replacing the previous one at once; returns its path.
+
+        ``content`` are the bytes that ``signed`` is for, by default the manifest's canonical ones.
+        """
         path = self.path(manifest.fingerprint, manifest.workload)
         pulled = _Pulled(
             service_url=key.service_url,
@@ -115,22 +185,41 @@ class ManifestStore:
             reserve_bytes=key.reserve_bytes,
             # A peer's header: what could not be sent back is not kept.
             etag=etag if etag is not None and etag.isascii() and etag.isprintable() else None,
-            manifest=manifest,
+            signed=signed,
+            content=manifest.model_dump_json() if content is None else content.decode(),
         )
-        _write(path, pulled.model_dump_json(), _OWN_MODE)
+        _write(path, pulled.model_dump_json().encode(), _OWN_MODE)
         return path
 
-    def _read(self, fingerprint: str, workload: str) -> _Pulled | None:
-        try:
-            return _Pulled.model_validate_json(self.path(fingerprint, workload).read_bytes())
-        except (OSError, ValidationError):
-            # Never pulled; or damaged, or written by another version: it is only a copy of what the service has.
-            return None
+
+def _check(known: Known, trust: ManifestTrust) -> None:
+    if known.signed is None:
+        trust.check_unsigned(known.key.service_url)
+    else:
+        trust.check_stored(known.content, known.signed)
 
 
-def _write(path: Path, text: str, mode: int) -> None:
+def _signature_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.sig")
+
+
+def _read_signature(path: Path) -> SignedBy | None:
+    try:
+        return SignedBy.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise SparkError(f"cannot read the signature {path}: {error.strerror}", "check the path") from error
+    except ValidationError as error:
+        raise RefusedError(
+            f"{path} is not a manifest's signature, expected one as `spark pull-profile --output` writes",
+            "pull both again, or remove it to use the manifest unsigned",
+        ) from error
+
+
+def _write(path: Path, content: bytes, mode: int) -> None:
     try:
         with replacing(path, mode) as file:
-            file.write(text.encode())
+            file.write(content)
     except OSError as error:
         raise SparkError(f"cannot write {path}: {error.strerror}", "check the folder and its space") from error

@@ -13,6 +13,7 @@ __all__ = [
     "ensure_private_dir",
     "local_key_path",
     "manifests_dir",
+    "service_keys_dir",
     "spool_path",
     "state_dir",
 ]
@@ -53,6 +54,11 @@ def local_key_path() -> Path:
 def manifests_dir() -> Path:
     """Folder of pulled placement manifests."""
     return data_dir() / "manifests"
+
+
+def service_keys_dir() -> Path:
+    """Folder of the pinned signing keys of calibration services."""
+    return state_dir() / "service-keys"
 
 
 def ensure_private_dir(path: Path) -> Path:

@@ -127,6 +127,18 @@ def resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def cpu_seconds(pid: int) -> float:
+    """Processor time that a process has used, all threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def machine_cpu_seconds() -> float:
+    """Processor time that everything on this machine has used."""
+    fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+    return (sum(fields[:8]) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
+
+
 class Load:
     """One phase of the benchmark: uploads sent, their latencies, and the service's memory meanwhile."""
 
@@ -135,6 +147,11 @@ class Load:
         self._latencies: list[float] = []
         self._resident: list[int] = []
         self._started = time.perf_counter()
+        self._cpu_before = self._cpu()
+
+    def _cpu(self) -> dict[str, float]:
+        used = {"service": cpu_seconds(self._pid), "client": time.process_time()}
+        return {**used, "others": machine_cpu_seconds() - sum(used.values())}
 
     def client(self) -> httpx.AsyncClient:
         """A client for one connection: httpx looks through all connections of a pool at every request."""
@@ -155,6 +172,7 @@ class Load:
     def result(self) -> dict[str, object]:
         """What was measured since this object was made."""
         seconds = time.perf_counter() - self._started
+        used = {name: after - self._cpu_before[name] for name, after in self._cpu().items()}
         milliseconds = 1000 * np.array(self._latencies)
         resident = [round(size / 2**20, 1) for size in self._resident]
         return {
@@ -163,6 +181,9 @@ class Load:
             "p50_ms": round(float(np.percentile(milliseconds, 50)), 1),
             "p99_ms": round(float(np.percentile(milliseconds, 99)), 1),
             "max_ms": round(float(milliseconds.max()), 1),
+            "service_cpu_ms_per_upload": round(1000 * used["service"] / len(milliseconds), 2),
+            "client_cpu_ms_per_upload": round(1000 * used["client"] / len(milliseconds), 2),
+            "cores_taken_by_others": round(max(0.0, used["others"]) / seconds, 2),
             "service_resident_mib": {
                 "start": resident[0],
                 "middle": resident[len(resident) // 2],
@@ -213,7 +234,8 @@ def main() -> None:
         bodies = Bodies(shape_of(options.layers, options.experts), Path(folder) / "bodies")
         bodies.make(int(options.seconds * (BODIES_PER_SECOND + options.rate)))
         data_dir = Path(folder) / "data"
-        command = [sys.executable, "-m", "spark_service.cli", "run", "-p", "0", "--data-dir", str(data_dir), "--json"]
+        command = [sys.executable, "-m", "spark_service.cli", "run", "--open", "-p", "0", "--json"]
+        command += ["--data-dir", str(data_dir)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as service:
             try:
                 base_url = json.loads(service.stdout.readline())["base_url"]

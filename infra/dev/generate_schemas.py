@@ -14,11 +14,28 @@ from generated import write_or_check
 from spark_schemas.api import Problem, ProfileList, UploadReceipt
 from spark_schemas.histogram import HistogramUpload
 from spark_schemas.manifest import PlacementManifest
+from spark_schemas.manifest_api import NearestWorkloads, Pin, PinRequest, ServedHistory
+from spark_schemas.manifest_diff import ManifestDiff
 from spark_schemas.model import ModelShape
 from spark_schemas.profile import Profile
+from spark_schemas.signature import SigningKeyInfo
 
 FOLDER = Path(__file__).parents[2] / "schemas/spark_schemas/json"
-EXPORTED = (HistogramUpload, ModelShape, PlacementManifest, Problem, Profile, ProfileList, UploadReceipt)
+EXPORTED = (
+    HistogramUpload,
+    ManifestDiff,
+    ModelShape,
+    NearestWorkloads,
+    Pin,
+    PinRequest,
+    PlacementManifest,
+    Problem,
+    Profile,
+    ProfileList,
+    ServedHistory,
+    SigningKeyInfo,
+    UploadReceipt,
+)
 
 
 def rendered() -> dict[Path, str]:

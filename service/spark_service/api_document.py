@@ -34,6 +34,9 @@ PROBLEM_CODES: dict[str, tuple[int, str]] = {
     "unknown_model": (404, "nothing was uploaded for this fingerprint"),
     "unknown_workload": (404, "nothing was uploaded for this workload of the model"),
     "no_calibration_sessions": (404, "the workload has no session on the calibration side in this phase"),
+    "no_profiles": (404, "the model has no workload with a profile in this phase"),
+    "no_history": (404, "no manifest was served for this question yet"),
+    "unknown_revision": (404, "the profile revision was never served"),
     "unknown_token": (404, "there is no token of this id"),
     "unknown_backup": (404, "there is no backup of this name"),
     "method_not_allowed": (405, "the path has no such method; Allow lists those it has"),
@@ -48,9 +51,13 @@ PROBLEM_CODES: dict[str, tuple[int, str]] = {
     "invalid_parameter": (422, "a parameter is missing, unknown, there twice, or has a value it cannot have"),
     "context_too_long": (422, "n_ctx is above the model's context length"),
     "budget_too_small": (422, "the model does not fit the memory budget"),
+    "counts_unusable": (422, "the session's counts cannot be compared with this model's profiles"),
+    "one_session_expected": (422, "the upload has another number of sessions than one"),
+    "invalid_pin": (422, "the body is no pin"),
     "too_many_requests": (429, "more requests than the service takes from one client; Retry-After says when to go on"),
     "internal_error": (500, "a fault of the service"),
     "storage_unavailable": (503, "the database cannot answer; nothing was changed; Retry-After says when to try again"),
+    "signing_key_unavailable": (503, "the key that signs manifests cannot be used; none is sent unsigned"),
     "storage_full": (507, "no room left; nothing was kept; the same request can be sent again later"),
 }
 """Every ``code`` of a problem: its HTTP status and what it means."""
@@ -218,6 +225,18 @@ def _problem(status: int, codes: list[str]) -> dict[str, Any]:
 
 
 _READ_CODES = {"unknown_model", "unknown_workload", "no_calibration_sessions"}
+_MANIFEST_CODES = _READ_CODES | {"budget_too_small", "context_too_long", "signing_key_unavailable", "unknown_revision"}
+_PIN_CODES = {"unknown_revision", "invalid_pin", "body_incomplete", "body_too_large", "no_history", "storage_full"}
+_BODY_CODES = {
+    "body_incomplete",
+    "bad_encoding",
+    "invalid_json",
+    "duplicate_key",
+    "body_too_large",
+    "unsupported_media_type",
+    "unsupported_encoding",
+    "invalid_histogram",
+}
 _OWN_CODES: dict[tuple[str, str], set[str]] = {
     ("post", "/histograms"): {
         "idempotency_key_missing",
@@ -236,7 +255,15 @@ _OWN_CODES: dict[tuple[str, str], set[str]] = {
     },
     ("delete", "/sessions/{session_hash}"): {"storage_full"},
     ("get", "/profiles/{fingerprint}/{workload}"): _READ_CODES,
-    ("get", "/manifests/{fingerprint}/{workload}"): _READ_CODES | {"budget_too_small", "context_too_long"},
+    ("get", "/manifests/{fingerprint}/{workload}"): _MANIFEST_CODES,
+    ("get", "/signing-key"): {"signing_key_unavailable"},
+    ("get", "/manifests/{fingerprint}/{workload}/history"): _MANIFEST_CODES | {"no_history"},
+    ("get", "/manifests/{fingerprint}/{workload}/diff"): _MANIFEST_CODES | {"no_history"},
+    ("post", "/admin/manifests/{fingerprint}/{workload}/pin"): _READ_CODES | _PIN_CODES,
+    ("delete", "/admin/manifests/{fingerprint}/{workload}/pin"): _READ_CODES | _PIN_CODES,
+    ("post", "/workloads/nearest"): _READ_CODES
+    | _BODY_CODES
+    | {"no_profiles", "counts_unusable", "one_session_expected", "model_mismatch"},
     ("post", "/admin/backup"): {"backup_running", "storage_full"},
     ("post", "/admin/tokens"): {
         "invalid_json",

@@ -5,35 +5,38 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from concurrent.futures import Future
+from pathlib import Path as FilePath
 from typing import Annotated, Any, Literal
 
 import anyio
 from anyio.to_thread import run_sync
-from fastapi import Depends, FastAPI, Header, Path, Query, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi import Depends, FastAPI, Path, Request, Response
+from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 
-from spark_schemas.api import API_PREFIX, PROBLEM_MEDIA_TYPE, Problem, ProfileList, UploadReceipt
-from spark_schemas.ids import MAX_COUNT, Fingerprint, Phase, SessionHash, SiblingId, WorkloadName
-from spark_schemas.manifest import PlacementManifest
-from spark_schemas.profile import Profile
-from spark_service import problems, version
+from spark_schemas.api import API_PREFIX, PROBLEM_MEDIA_TYPE, Problem, UploadReceipt
+from spark_schemas.ids import SessionHash
+from spark_service import env, problems, version
 from spark_service.admin import add_admin
+from spark_service.answers import AnswerCache, ReadyAnswers
 from spark_service.api_document import UPLOAD_EXTRA, install_document
 from spark_service.auth import Gate, actor_of
 from spark_service.backup_routes import add_backups
 from spark_service.canonical import read_upload
 from spark_service.catalog import Catalog
-from spark_service.conditional import conditional_json
 from spark_service.db.batch import KeyedUpload
+from spark_service.db.history import ManifestHistory
 from spark_service.db.migrate import available
 from spark_service.db.store import Store
 from spark_service.errors import RequestError
-from spark_service.inflate import BodyLimits, inflate, read_body, require_encoding
+from spark_service.executors import Executor
+from spark_service.inflate import BodyLimits, inflate, is_small, read_body, require_encoding
 from spark_service.ingest import require_idempotency_key, require_json
 from spark_service.keyring import Keyring
-from spark_service.manifests import Budget
+from spark_service.manifest_routes import ManifestServices, manifest_router
 from spark_service.rate_limit import Rates
+from spark_service.served import ServedManifests
+from spark_service.signing import Signer
 from spark_service.single_keys import require_single_parameters
 
 __all__ = ["Alive", "Deleted", "Version", "create_app"]
@@ -43,32 +46,7 @@ PARALLEL_UPLOADS = 1
 parse two any faster.
 """
 
-_PathFingerprint = Annotated[Fingerprint, Path()]
-_PathWorkload = Annotated[WorkloadName, Path()]
 _PathSession = Annotated[SessionHash, Path()]
-_IfNoneMatch = Annotated[str | None, Header(description="Entity tags of answers that the client has.")]
-
-
-class _Query(BaseModel):
-    """Unknown parameters are errors: a misspelt one would be ignored silently."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    phase: Phase = "decode"
-
-
-class _ListQuery(_Query):
-    fingerprint: Fingerprint | None = None
-
-
-class _ProfileQuery(_Query):
-    sibling: SiblingId | None = Field(None, description="Names the quantisations known of a model that is not.")
-
-
-class _ManifestQuery(_ProfileQuery):
-    vram_bytes: int = Field(ge=1, le=MAX_COUNT, description="Video memory in total.")
-    n_ctx: int = Field(ge=1, le=MAX_COUNT, description="Context to hold, tokens.")
-    reserve_bytes: int = Field(0, ge=0, le=MAX_COUNT, description="Part of vram_bytes to leave alone.")
 
 
 class Deleted(BaseModel):
@@ -102,13 +80,22 @@ def create_app(
     keyring: Keyring | None = None,
     limits: BodyLimits | None = None,
     rates: Rates | None = None,
+    key_dir: FilePath | None = None,
+    history_per_key: int = env.HISTORY_PER_KEY.default,
+    cache_bytes: int = env.READ_CACHE_BYTES.default,
+    executor: Executor | None = None,
 ) -> FastAPI:
     """Make the API over an open store, which stays the caller's to close.
 
     Requests need a token of the store, or ``token``, which has admin scope, unless access is open to everybody.
+    ``key_dir`` holds the key that signs manifests, by default the database's folder; ``executor`` builds profiles.
     """
-    catalog = Catalog(store)
+    catalog = Catalog(store, executor=executor)
     keyring = keyring or Keyring(store)
+    signer = Signer(store.folder if key_dir is None else key_dir)
+    answers = AnswerCache(lambda: (store.generation, signer.stamp()), max_bytes=cache_bytes)
+    history = ManifestHistory(store, kept=history_per_key)
+    served = ServedManifests(store, catalog, signer, history, cache_bytes=cache_bytes)
     app = FastAPI(
         title="Spark calibration service",
         version=version(),
@@ -120,10 +107,12 @@ def create_app(
         responses={"default": {"description": "Problem details", "content": _schema(Problem, PROBLEM_MEDIA_TYPE)}},
     )
     problems.install(app)
+    # Added first, so innermost: what decides who may ask comes before it.
+    app.add_middleware(ReadyAnswers, cache=answers, prefix=f"{API_PREFIX}/")
     app.add_middleware(Gate, keyring=keyring, token=token, open_access=open_access, rates=rates)
     _add_probes(app, store)
     _add_writes(app, store, limits or BodyLimits())
-    _add_reads(app, catalog)
+    app.include_router(manifest_router(ManifestServices(catalog, served, signer, answers, limits or BodyLimits())))
     add_admin(app, store, keyring)
     add_backups(app, store)
     install_document(app)
@@ -172,44 +161,18 @@ def _add_writes(app: FastAPI, store: Store, limits: BodyLimits) -> None:
             body = await read_body(request.stream(), request.headers.get("content-length"), limits.body_bytes)
         except ClientDisconnect as error:
             raise RequestError(400, "body_incomplete", "body: the connection ended before the body did") from error
-        receipt = await asyncio.wrap_future(await run_sync(take, body, encoding, key, actor_of(request), limiter=slots))
+        if is_small(body, encoding):
+            # Handing it to a thread and back would take about as long as reading it does.
+            committed = take(body, encoding, key, actor_of(request))
+        else:
+            committed = await run_sync(take, body, encoding, key, actor_of(request), limiter=slots)
+        receipt = await asyncio.wrap_future(committed)
         return Response(receipt.model_dump_json(), 202, media_type="application/json")
 
     @app.delete(f"{API_PREFIX}/sessions/{{session_hash}}")
     def delete_session(session_hash: _PathSession, request: Request) -> Deleted:
         """Remove a session from every later profile, for good: sent again, it is ignored."""
         return Deleted(session_hash=session_hash, removed=store.delete_session(session_hash, actor_of(request)))
-
-
-def _add_reads(app: FastAPI, catalog: Catalog) -> None:
-    @app.get(f"{API_PREFIX}/profiles", response_model=ProfileList)
-    def list_profiles(query: Annotated[_ListQuery, Query()], if_none_match: _IfNoneMatch = None) -> Response:
-        """All profiles that can be pulled."""
-        profiles = ProfileList(profiles=catalog.summaries(query.fingerprint, query.phase))
-        return conditional_json(profiles.model_dump_json().encode(), if_none_match)
-
-    @app.get(f"{API_PREFIX}/profiles/{{fingerprint}}/{{workload}}", response_model=Profile)
-    def get_profile(
-        fingerprint: _PathFingerprint,
-        workload: _PathWorkload,
-        query: Annotated[_ProfileQuery, Query()],
-        if_none_match: _IfNoneMatch = None,
-    ) -> Response:
-        """One profile with its held-out curves."""
-        profile = catalog.profile(fingerprint, workload, query.phase, query.sibling)
-        return conditional_json(profile.model_dump_json().encode(), if_none_match)
-
-    @app.get(f"{API_PREFIX}/manifests/{{fingerprint}}/{{workload}}", response_model=PlacementManifest)
-    def get_manifest(
-        fingerprint: _PathFingerprint,
-        workload: _PathWorkload,
-        query: Annotated[_ManifestQuery, Query()],
-        if_none_match: _IfNoneMatch = None,
-    ) -> Response:
-        """The placement for a memory budget."""
-        budget = Budget(query.vram_bytes, query.n_ctx, query.reserve_bytes)
-        manifest = catalog.manifest(fingerprint, workload, query.phase, budget, query.sibling)
-        return conditional_json(manifest.model_dump_json().encode(), if_none_match)
 
 
 def _schema(model: type[BaseModel], media_type: str) -> dict[str, Any]:

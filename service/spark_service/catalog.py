@@ -7,8 +7,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 
+from spark_schemas.histogram import SessionHistogram
 from spark_schemas.ids import Phase
 from spark_schemas.manifest import PlacementManifest
+from spark_schemas.manifest_api import NearestWorkloads
 from spark_schemas.model import ModelShape
 from spark_schemas.profile import Profile, ProfileSummary
 from spark_service.builders import BuiltProfile, Inputs, build_profile, revision_of
@@ -17,6 +19,7 @@ from spark_service.db.tallies import Counted, TallyKey
 from spark_service.errors import RequestError, StorageError
 from spark_service.executors import Executor, LocalExecutor
 from spark_service.manifests import Budget, build_manifest
+from spark_service.nearest_workloads import GeneralHints, rank_workloads
 from spark_service.tallies import Tallies
 from spark_service.tally import Tally, Window
 
@@ -34,6 +37,7 @@ class Catalog:
         self._built: OrderedDict[str, BuiltProfile | None] = OrderedDict()
         # One build at a time: a second request for the same profile finds it done.
         self._building = threading.Lock()
+        self._general = GeneralHints()
 
     def profile(
         self,
@@ -79,6 +83,19 @@ class Catalog:
             for workload in self._store.workloads(shape.fingerprint)
             if (built := self._build(shape, shape.fingerprint, workload, phase, Window())) is not None
         )
+
+    def nearest(self, fingerprint: str, phase: Phase, session: SessionHistogram) -> NearestWorkloads:
+        """Rank a model's workloads by the cold-hit rate of their profiles on one session, which is not kept.
+
+        Raises :class:`RequestError`: 404 for an unknown model or one without profiles, 422 without counts in the phase.
+        """
+        shape = self._require_model(fingerprint, None, session.workload)
+        return rank_workloads(shape, phase, session, self._known_profiles(shape, phase))
+
+    def _known_profiles(self, shape: ModelShape, phase: Phase) -> dict[str, Profile]:
+        names = self._store.workloads(shape.fingerprint)
+        built = {name: self._build(shape, shape.fingerprint, name, phase, Window()) for name in names}
+        return {name: one.profile for name, one in built.items() if one is not None}
 
     def _build(
         self,
@@ -147,7 +164,7 @@ class Catalog:
             return built
         known = self._store.workloads(shape.fingerprint)
         if workload not in known:
-            raise self._unknown_workload(shape, workload, known)
+            raise self._unknown_workload(shape, workload, known, phase)
         counted = self._tallies.of(shape, phase).get(workload)
         held_out = counted.tally.votes("held_out").n_sessions if counted is not None else 0
         raise RequestError(
@@ -175,8 +192,9 @@ class Catalog:
                 return built
         return None
 
-    def _unknown_workload(self, shape: ModelShape, workload: str, known: list[str]) -> RequestError:
+    def _unknown_workload(self, shape: ModelShape, workload: str, known: list[str], phase: Phase) -> RequestError:
         hint = f"record sessions of it and upload them: spark-agent record MODEL --workload {workload}"
+        hint += self._general.hint(shape, phase, self._store.generation, lambda: self._known_profiles(shape, phase))
         siblings = [other for other in self._store.siblings(shape.sibling, workload) if other != shape.fingerprint]
         if siblings:
             hint += f"; other quantisations of this model have it: {', '.join(siblings)}"

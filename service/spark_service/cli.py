@@ -14,6 +14,8 @@ from spark_service import version
 from spark_service.cli_backup import add_backup_commands
 from spark_service.commands import records, tokens
 from spark_service.errors import SparkServiceError
+from spark_service.key_cli import key_app
+from spark_service.manifest_cli import manifest_app
 from spark_service.settings import Settings
 
 __all__ = ["app", "main"]
@@ -28,6 +30,8 @@ app = typer.Typer(
 )
 
 add_backup_commands(app)
+app.add_typer(key_app, name="key")
+app.add_typer(manifest_app, name="manifest")
 
 _DataDir = Annotated[
     Path | None,

@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 
-from starlette.responses import Response
-
-__all__ = ["conditional_json", "etag_of", "none_match"]
+__all__ = ["etag_of", "none_match"]
 
 _TAG = re.compile(r'(?:W/)?("[\x21\x23-\x7e\x80-\xff]*")')
 
@@ -22,12 +20,3 @@ def none_match(header: str | None, etag: str) -> bool:
     if header is None:
         return True
     return header.strip() != "*" and etag not in _TAG.findall(header)
-
-
-def conditional_json(body: bytes, if_none_match: str | None) -> Response:
-    """A JSON answer with its tag, or 304 when the client has these bytes already."""
-    etag = etag_of(body)
-    headers = {"ETag": etag, "Cache-Control": "private, no-cache"}
-    if not none_match(if_none_match, etag):
-        return Response(status_code=304, headers=headers)
-    return Response(body, headers=headers, media_type="application/json")

@@ -17,11 +17,13 @@ __all__ = [
     "DB_THREADS",
     "FAILURE_BURST",
     "FAILURE_RATE",
+    "HISTORY_PER_KEY",
     "HOST",
     "MAX_BODY_BYTES",
     "MAX_INFLATED_BYTES",
     "PORT",
     "READ_BURST",
+    "READ_CACHE_BYTES",
     "READ_RATE",
     "RETENTION_DAYS",
     "SEGMENTS_DIR",
@@ -143,6 +145,15 @@ SEGMENT_AFTER_DAYS: Variable[int] = Variable(
 SEGMENTS_DIR: Variable[Path | None] = Variable(
     "SPARKMOE_SERVICE_SEGMENTS_DIR", _path, None, "folder of those files; segments in the data folder when unset"
 )
+HISTORY_PER_KEY: Variable[int] = Variable(
+    "SPARKMOE_SERVICE_HISTORY_PER_KEY",
+    _integer(1, 10_000),
+    20,
+    "manifests kept for rollback per model, workload, phase and budget",
+)
+READ_CACHE_BYTES: Variable[int] = Variable(
+    "SPARKMOE_SERVICE_READ_CACHE_BYTES", _integer(0, 2**40), 64 * 2**20, "most bytes of answers kept ready in memory"
+)
 
 VARIABLES: tuple[Variable[Any], ...] = (
     HOST,
@@ -162,4 +173,6 @@ VARIABLES: tuple[Variable[Any], ...] = (
     RETENTION_DAYS,
     SEGMENT_AFTER_DAYS,
     SEGMENTS_DIR,
+    HISTORY_PER_KEY,
+    READ_CACHE_BYTES,
 )

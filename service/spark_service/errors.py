@@ -8,6 +8,7 @@ SparkServiceError                  a message for people, a hint, an exit code
 ├── DataDirError                   the data folder cannot be created or written
 ├── AddressError                   the address cannot be listened on
 ├── ExecutorError                  the cluster that builds profiles cannot be used
+├── SigningKeyError                the key file of the data folder cannot be used
 ├── DatabaseError                  the database cannot be opened
 │   ├── DatabaseLockedError        another process owns the file
 │   ├── DatabaseFormatError        the file is damaged, or not this service's
@@ -38,6 +39,7 @@ __all__ = [
     "RefusedError",
     "RequestError",
     "ServiceCallError",
+    "SigningKeyError",
     "SparkServiceError",
     "StorageError",
     "StorageFullError",
@@ -90,6 +92,10 @@ class AddressError(SparkServiceError):
 
 class ExecutorError(SparkServiceError):
     """The cluster that is to build profiles is not installed, not there, or failed."""
+
+
+class SigningKeyError(SparkServiceError):
+    """The key that signs manifests, or its history, cannot be used; it is never replaced."""
 
 
 class DatabaseError(SparkServiceError):

@@ -11,11 +11,14 @@ import zstandard
 from spark_service import env
 from spark_service.errors import RequestError
 
-__all__ = ["ENCODINGS", "BodyLimits", "inflate", "read_body", "require_encoding"]
+__all__ = ["ENCODINGS", "BodyLimits", "inflate", "is_small", "read_body", "require_encoding"]
 
 ENCODINGS = ("zstd", "gzip", "identity")
 _MAX_WINDOW = 2**25
 """Most memory a zstd frame may ask for, bytes; all levels below ``--ultra`` need less."""
+
+SMALL_BYTES = 2**17
+"""About one session of 48 layers of 128 experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,19 @@ def inflate(body: bytes, encoding: str, limit: int) -> bytes:
     if len(inflated) > limit:
         raise _too_large("inflated body", f"more than {limit} bytes", limit)
     return inflated
+
+
+def is_small(body: bytes, encoding: str) -> bool:
+    """Whether a body is known, before it is inflated, to be small enough to be read within a millisecond or two."""
+    if len(body) > SMALL_BYTES:
+        return False
+    if encoding == "zstd":
+        try:
+            return 0 <= zstandard.frame_content_size(body) <= SMALL_BYTES
+        except zstandard.ZstdError:
+            # It is refused at once.
+            return True
+    return encoding == "identity"
 
 
 def _inflate_gzip(body: bytes, limit: int) -> bytes:

@@ -82,7 +82,7 @@ class Keyring:
                 created_at=now,
                 expires_at=None if request.expires_days is None else now + timedelta(days=request.expires_days),
             )
-            with self._store.writing() as cursor:
+            with self._store.writing(counted=False) as cursor:
                 insert_token(cursor, token)
                 detail = {"scope": token.scope, "name": token.name, "expires_at": _told(token.expires_at)}
                 record(cursor, actor, "token.create", token.token_id, detail)
@@ -96,7 +96,7 @@ class Keyring:
             if token.revoked_at is not None:
                 return token
             token = replace(token, revoked_at=self._moment(), previous_sha256=None, previous_ends_at=None)
-            with self._store.writing() as cursor:
+            with self._store.writing(counted=False) as cursor:
                 update_token(cursor, token)
                 record(cursor, actor, "token.revoke", token_id, {"scope": token.scope, "name": token.name})
             self._keep(token)
@@ -119,7 +119,7 @@ class Keyring:
                 previous_sha256=old.secret_sha256 if grace else None,
                 previous_ends_at=now + timedelta(seconds=grace) if grace else None,
             )
-            with self._store.writing() as cursor:
+            with self._store.writing(counted=False) as cursor:
                 update_token(cursor, token)
                 detail = {"grace_seconds": grace, "expires_at": _told(token.expires_at)}
                 record(cursor, actor, "token.rotate", token_id, detail)
@@ -136,7 +136,7 @@ class Keyring:
         if not used:
             return
         with self._changing:
-            with self._store.writing() as cursor:
+            with self._store.writing(counted=False) as cursor:
                 for token_id, day in used.items():
                     token = self._tokens[token_id]
                     set_last_used(cursor, token_id, day)

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from spark_schemas.api import PROBLEM_MEDIA_TYPE, Problem
-from spark_service.errors import RequestError, SparkServiceError, StorageFullError
+from spark_service.errors import RequestError, SigningKeyError, SparkServiceError, StorageFullError
 from spark_service.ingest import excerpt
 
 __all__ = ["install", "problem_response"]
@@ -60,6 +60,13 @@ def _on_service_error(_request: Request, error: Exception) -> Response:
     if isinstance(error, StorageFullError):
         return problem_response(
             507, "storage_full", "no room left to store this; nothing was kept", hint="retry once there is room again"
+        )
+    if isinstance(error, SigningKeyError):
+        return problem_response(
+            503,
+            "signing_key_unavailable",
+            "the key that signs manifests cannot be used; none is sent unsigned",
+            hint="the service's log says which file to restore",
         )
     return problem_response(
         503,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import socket
@@ -75,6 +76,8 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
                 keyring=keyring,
                 limits=limits,
                 rates=settings.rates,
+                history_per_key=settings.history_per_key,
+                cache_bytes=settings.read_cache_bytes,
             )
             if settings.open_access:
                 app.add_middleware(LocalOnly)
@@ -89,6 +92,9 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
                 )
             )
             _stop_on_signals(server)
+            # What was made up to here lives as long as the process: no garbage collection needs to look at it again.
+            gc.collect()
+            gc.freeze()
             announce(_base_url(settings.host, listener))
             with (
                 Housekeeping(store, keyring, settings.retention_days),

@@ -34,6 +34,8 @@ class Settings:
     retention_days: int
     segment_after_days: int
     segments_dir: Path
+    history_per_key: int
+    read_cache_bytes: int
 
     @classmethod
     def resolve(
@@ -68,6 +70,8 @@ class Settings:
             retention_days=env.RETENTION_DAYS.read(),
             segment_after_days=env.SEGMENT_AFTER_DAYS.read(),
             segments_dir=(env.SEGMENTS_DIR.read() or data_dir / "segments").absolute(),
+            history_per_key=env.HISTORY_PER_KEY.read(),
+            read_cache_bytes=env.READ_CACHE_BYTES.read(),
         )
 
     @property

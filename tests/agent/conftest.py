@@ -6,6 +6,7 @@ import hashlib
 import http.server
 import json
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,6 +21,9 @@ from spark_schemas.invariants import check_upload
 from spark_schemas.manifest import PRIOR_SCALE, LayerPlacement, PlacementManifest, TierBytes
 from spark_schemas.model import ExpertLayer, ModelShape
 from spark_schemas.split import split_of
+
+# The tests' helpers lie here.
+sys.path.append(str(Path(__file__).resolve().parent))
 
 ModelFactory = Callable[..., ModelShape]
 SessionFactory = Callable[..., SessionHistogram]

@@ -10,6 +10,8 @@ import spark_agent
 from spark_agent.env import VARIABLES, Environment
 from spark_agent.errors import ConfigError
 
+KEY = "A" * 43 + "="
+
 
 def test_the_table_and_the_environment_agree():
     names = [variable.name.removeprefix("SPARKMOE_").lower() for variable in VARIABLES]
@@ -32,6 +34,7 @@ def test_every_value_is_read():
             "SPARKMOE_MODEL": "/models/a.gguf",
             "DO_NOT_TRACK": "please",
             "NO_COLOR": "0",
+            "SPARKMOE_SIGNING_KEY": KEY,
         }
     )
     assert found == Environment(
@@ -45,6 +48,7 @@ def test_every_value_is_read():
         "/models/a.gguf",
         True,
         True,
+        KEY,
     )
     assert "spk_1" not in repr(found)
     assert "xab" not in repr(found)
@@ -62,6 +66,9 @@ def test_empty_is_unset():
         ("SPARKMOE_PORT", "65536", "expected a port"),
         ("SPARKMOE_PORT", "-1", "expected a port"),
         ("SPARKMOE_PORT", "٣", "expected a port"),
+        ("SPARKMOE_SIGNING_KEY", "A" * 43, "expected an Ed25519 public key"),
+        ("SPARKMOE_SIGNING_KEY", "A" * 42 + "B=", "expected an Ed25519 public key"),
+        ("SPARKMOE_SIGNING_KEY", "ä" * 44, "expected an Ed25519 public key"),
         ("SPARKMOE_OFFLINE", "maybe", "expected 1, true, yes, on"),
         ("SPARKMOE_SERVICE_URL", "spark.example", "expected http://HOST"),
         ("SPARKMOE_SERVICE_URL", "http://", "expected http://HOST"),

@@ -17,7 +17,7 @@ from spark_agent.errors import (
     ServiceRefusedError,
     ServiceUnreachableError,
 )
-from spark_agent.http import ServiceClient
+from spark_agent.http import ManifestAnswer, ServiceClient
 from spark_schemas.profile import Profile
 
 FINGERPRINT = "mf1-" + "a" * 32
@@ -53,11 +53,12 @@ def test_a_manifest_and_its_etag(service, client, make_reply, make_manifest):
     manifest = make_manifest()
     headers = {"Content-Type": "application/json; charset=utf-8", "ETag": '"v1"'}
     service.answers[MANIFEST_PATH] = make_reply(200, manifest.model_dump_json().encode(), headers)
-    found, etag = client.manifest(FINGERPRINT, "chat", **ASKED)
-    assert found == manifest
-    assert etag == '"v1"'
-    service.answers[MANIFEST_PATH] = make_reply(304)
-    assert client.manifest(FINGERPRINT, "chat", **ASKED, etag=etag) == (None, '"v1"')
+    found = client.manifest(FINGERPRINT, "chat", **ASKED)
+    assert found == ManifestAnswer(manifest, manifest.model_dump_json().encode(), '"v1"', None, None)
+    signed = {"Spark-Signature": "a signature", "Spark-Pinned": "a revision"}
+    service.answers[MANIFEST_PATH] = make_reply(304, headers=signed)
+    unchanged = client.manifest(FINGERPRINT, "chat", **ASKED, etag=found.etag)
+    assert unchanged == ManifestAnswer(None, b"", '"v1"', "a signature", "a revision")
     first, second = service.requests
     assert first.path == f"{MANIFEST_PATH}?vram_bytes=1000&n_ctx=64&reserve_bytes=7&phase=decode"
     assert "if-none-match" not in first.headers

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 import pytest
+from signing_keys import KEYS, sign
 
-from spark_agent.errors import SparkError
-from spark_agent.manifests import ManifestStore, PullKey, load_manifest, save_manifest
+from spark_agent.errors import RefusedError, SparkError
+from spark_agent.manifests import ManifestStore, PullKey, find_manifest, load_manifest, save_manifest
+from spark_agent.paths import manifests_dir, service_keys_dir
+from spark_agent.service_keys import KeyRing, PinnedKey
+from spark_agent.signatures import SignedBy
 from spark_schemas.manifest import PlacementManifest
 
 KEY = PullKey("http://team:8710", 1000, 64, 7)
@@ -25,7 +29,8 @@ def test_the_latest_answer_is_kept(store, manifest):
     newer = manifest.model_copy(update={"n_calibration": 2})
     path = store.put(newer, KEY, '"2"')
     assert store.get(manifest.fingerprint, "chat") == newer
-    assert store.known(manifest.fingerprint, "chat", KEY) == (newer, '"2"')
+    known = store.known(manifest.fingerprint, "chat", KEY)
+    assert (known.manifest, known.etag, known.content) == (newer, '"2"', newer.model_dump_json().encode())
     assert [entry.name for entry in path.parent.iterdir()] == ["chat.json"]
 
 
@@ -72,7 +77,7 @@ def test_a_folder_in_its_place_is_as_good_as_none(store, manifest):
 def test_both_files_load(store, manifest, tmp_path):
     """What ``--output`` writes, and what the store keeps (``pull-profile`` prints its path)."""
     written = tmp_path / "manifest.json"
-    save_manifest(written, manifest)
+    save_manifest(written, manifest.model_dump_json().encode(), None)
     assert written.stat().st_mode & 0o777 == 0o644, "it is meant to be passed on"
     assert load_manifest(written) == manifest
     assert load_manifest(store.put(manifest, KEY, '"1"')) == manifest
@@ -88,3 +93,65 @@ def test_the_wrong_field_is_named(tmp_path, manifest):
         load_manifest(tmp_path)
     with pytest.raises(SparkError, match="cannot read"):
         load_manifest(tmp_path / "absent")
+
+
+@pytest.fixture
+def signed(manifest) -> SignedBy:
+    return SignedBy(service_url=KEY.service_url, key=KEYS[0], signature=sign(0, pretty(manifest)).header())
+
+
+def pretty(manifest: PlacementManifest) -> bytes:
+    """Other bytes than this program would write."""
+    return manifest.model_dump_json(indent=3).encode()
+
+
+def test_the_signed_bytes_are_kept_as_they_came(store, manifest, signed, tmp_path):
+    path = store.put(manifest, KEY, '"1"', content=pretty(manifest), signed=signed)
+    found = store.find(manifest.fingerprint, "chat")
+    assert (found.content, found.signed) == (pretty(manifest), signed)
+    assert load_manifest(path) == manifest
+    written = tmp_path / "m.json"
+    save_manifest(written, pretty(manifest), signed)
+    assert written.read_bytes() == pretty(manifest)
+    assert load_manifest(written) == manifest
+    assert (tmp_path / "m.json.sig").stat().st_mode & 0o777 == 0o644
+
+
+def test_a_file_and_its_signature_belong_together(manifest, signed, tmp_path):
+    written, beside = tmp_path / "m.json", tmp_path / "m.json.sig"
+    save_manifest(written, pretty(manifest), signed)
+    written.write_bytes(pretty(manifest.model_copy(update={"n_calibration": 2})))
+    with pytest.raises(RefusedError, match="altered"):
+        load_manifest(written)
+    save_manifest(written, pretty(manifest), signed)
+    for content in (b"", b"{}", b"\xff"):
+        beside.write_bytes(content)
+        with pytest.raises(RefusedError, match="is not a manifest's signature") as caught:
+            load_manifest(written)
+        assert caught.value.hint
+    # An unsigned one takes the earlier one's signature away.
+    save_manifest(written, manifest.model_dump_json().encode(), None)
+    assert not beside.exists()
+    assert load_manifest(written) == manifest
+
+
+def test_a_pinned_key_decides_over_files_too(store, manifest, signed, tmp_path):
+    written = tmp_path / "m.json"
+    save_manifest(written, pretty(manifest), signed)
+    path = store.put(manifest, KEY, '"1"')
+    assert load_manifest(path) == manifest
+    KeyRing(service_keys_dir()).put(PinnedKey(service_url=KEY.service_url, key=KEYS[1]))
+    with pytest.raises(RefusedError, match="which is pinned for http://team:8710"):
+        load_manifest(written)
+    with pytest.raises(RefusedError, match="has no signature"):
+        load_manifest(path)
+
+
+def test_a_pulled_name_is_checked(manifest, signed):
+    kept = ManifestStore(manifests_dir())
+    path = kept.put(manifest, KEY, '"1"', content=pretty(manifest), signed=signed)
+    assert find_manifest("chat", manifest.fingerprint) == manifest
+    path.write_text(path.read_text().replace('n_calibration\\": 1', 'n_calibration\\": 2'))
+    assert kept.get(manifest.fingerprint, "chat").n_calibration == 2
+    with pytest.raises(RefusedError, match="altered"):
+        find_manifest("chat", manifest.fingerprint)

@@ -19,7 +19,8 @@ from spark_schemas.profile import Profile
 from spark_service.app import create_app
 from spark_service.db.migrate import available
 from spark_service.db.store import Store
-from spark_service.inflate import BodyLimits
+from spark_service.group_commit import GroupCommit, Limits
+from spark_service.inflate import SMALL_BYTES, BodyLimits
 
 MANIFEST = "/api/v1/manifests/{fingerprint}/{workload}"
 Post = Callable[..., httpx2.Response]
@@ -233,6 +234,11 @@ def test_every_operation_documents_problems(client: TestClient) -> None:
         "/api/v1/admin/tokens/{token_id}",
         "/api/v1/admin/tokens/{token_id}/rotate",
         "/api/v1/admin/audit",
+        "/api/v1/manifests/{fingerprint}/{workload}/diff",
+        "/api/v1/manifests/{fingerprint}/{workload}/history",
+        "/api/v1/admin/manifests/{fingerprint}/{workload}/pin",
+        "/api/v1/signing-key",
+        "/api/v1/workloads/nearest",
     }
 
 
@@ -336,3 +342,27 @@ def test_restart_keeps_everything(tmp_path: Path, make: Any) -> None:
             seen.append(client.get(f"/api/v1/profiles/{shape.fingerprint}/code").content)
         store.close()
     assert seen[0] == seen[1]
+
+
+def test_large_and_small_bodies_are_read_alike(post: Post, make: Any) -> None:
+    shape = make.shape([(2048, 2, 1)] * 8)
+    body = make.body(shape, [make.session(shape, make.hash(number), decode=2) for number in range(2)])
+    assert len(body) > SMALL_BYTES / 2
+    large = make.body(shape, [make.session(shape, make.hash(number), decode=2) for number in range(6)])
+    assert len(large) > SMALL_BYTES
+    assert post(body, "a").json() == {"accepted": 2, "duplicates": 0}
+    assert post(large, "b").json() == {"accepted": 4, "duplicates": 2}
+    for number, raw in enumerate((body, large)):
+        spoilt = raw.replace(b'"tokens":2', b'"tokens":3', 1)
+        found = problem(post(spoilt, f"c{number}"), 422, "invalid_histogram")
+        assert found.field == "sessions[0].decode.layers[0].tokens"
+
+
+def test_uploads_that_find_too_many_waiting_are_told_when_to_retry(
+    client: TestClient, post: Post, store: Store, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = make.shape()
+    monkeypatch.setattr(store, "_group_commit", GroupCommit(store.add_batch, Limits(waiting_rows=0)))
+    answer = post(make.body(shape, make.sessions(shape, 1, 0)))
+    problem(answer, 503, "overloaded")
+    assert answer.headers["retry-after"] == "1"

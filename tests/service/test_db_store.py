@@ -281,3 +281,32 @@ def test_counts_from_before_they_were_packed_are_moved_over(tmp_path: Path, make
             assert [repr(part) for part in stored] == [repr(part) for part in expected]
         assert rows(moved, "SELECT count(*) FROM histograms") == [(6,)]
         moved.close()
+
+
+def test_every_write_raises_the_generation_before_it_is_acknowledged(store: Store, make: Any) -> None:
+    shape = make.shape()
+    seen = [store.generation]
+
+    def rose() -> bool:
+        seen.append(store.generation)
+        return seen[-1] > seen[-2]
+
+    upload = make.upload(shape, make.sessions(shape, 2, 1))
+    store.add_upload(upload, "a", "a")
+    assert rose()
+    store.delete_session(make.hash(0))
+    assert rose()
+    # What a refused write left is for the database to say: readers look again.
+    with pytest.raises(RequestError):
+        store.add_upload(upload, "a", "another body")
+    assert rose()
+    store.part_keys(shape.fingerprint, "decode")
+    store.workloads(shape.fingerprint)
+    with store.reading() as cursor:
+        cursor.execute("SELECT 1").fetchall()
+    with store.writing(counted=False):
+        pass
+    assert not rose()
+    with store.writing():
+        assert not rose(), "not before the end"
+    assert rose()

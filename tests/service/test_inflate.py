@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spark_service.errors import RequestError
-from spark_service.inflate import inflate, read_body, require_encoding
+from spark_service.inflate import SMALL_BYTES, inflate, is_small, read_body, require_encoding
 
 STEADY = settings(deadline=None, derandomize=True)
 PACK = {
@@ -149,3 +149,14 @@ def test_a_declared_length_is_refused_unread() -> None:
     error, taken = read([b"abc"], "5", 4)
     assert isinstance(error, RequestError)
     assert (error.code, error.found, taken) == ("body_too_large", "5 bytes", 0)
+
+
+@pytest.mark.parametrize("encoding", list(PACK))
+def test_small_is_what_is_known_to_be(encoding: str) -> None:
+    sized = encoding != "gzip"
+    assert is_small(PACK[encoding](b"x" * SMALL_BYTES), encoding) is sized
+    # However little is sent, the frame says what becomes of it.
+    assert not is_small(PACK[encoding](b"x" * (SMALL_BYTES + 1)), encoding)
+    assert not is_small(b"x" * (SMALL_BYTES + 1), encoding)
+    assert not is_small(unsized_zstd.compress(b"x"), "zstd")
+    assert is_small(b"no frame", "zstd")

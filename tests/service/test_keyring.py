@@ -224,13 +224,13 @@ def test_nobody_undoes_a_revocation_by_rotating_at_the_same_time(
         revocations = []
 
         @contextmanager
-        def interrupted() -> Iterator[duckdb.DuckDBPyConnection]:
+        def interrupted(**how: bool) -> Iterator[duckdb.DuckDBPyConnection]:
             # A revocation arrives when the rotation has read the token and has not stored it.
             monkeypatch.setattr(store, "writing", writing)
             revocations.append(pool.submit(keyring.revoke, token.token_id, "other"))
             # It must not get in between; if it can, it is done by the end of this.
             wait(revocations, timeout=0.3)
-            with writing() as cursor:
+            with writing(**how) as cursor:
                 yield cursor
 
         monkeypatch.setattr(store, "writing", interrupted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -150,3 +151,43 @@ def test_binding_before_anything_else() -> None:
 def test_hosts_that_are_none(host: str) -> None:
     with pytest.raises(AddressError, match="cannot listen"):
         bind(host, 0)
+
+
+def test_a_kill_amid_uploads_loses_none_that_was_answered(start: Start, make: Any, tmp_path: Path) -> None:
+    shape = make.shape([(4, 1, 1)])
+    sessions = [make.session(shape, make.hash(number), decode=10) for number in range(40)]
+    process, started = start("--open")
+    answered: list[int] = []
+    enough = threading.Event()
+
+    def send(numbers: range) -> None:
+        for number in numbers:
+            try:
+                answer = upload(started["base_url"], make.body(shape, [sessions[number]]), str(number))
+            except httpx2.TransportError:
+                return
+            assert answer.json() == {"accepted": 1, "duplicates": 0}
+            answered.append(number)
+            if len(answered) >= 12:
+                enough.set()
+
+    senders = [threading.Thread(target=send, args=[range(first, 40, 4)]) for first in range(4)]
+    for sender in senders:
+        sender.start("--open")
+    assert enough.wait(60)
+    process.kill()
+    process.wait()
+    for sender in senders:
+        sender.join(60)
+    store = Store.open(tmp_path / "data" / "service.duckdb", threads=1)
+    stored = [key.content_id for key in store.part_keys(shape.fingerprint, "decode")]
+    ids = [session.content_id(shape.fingerprint) for session in sessions]
+    assert {ids[number] for number in answered} <= set(stored)
+    assert len(stored) == len(set(stored)) == len(store.parts(stored, "decode"))
+    # Sent again under their keys, all are stored exactly once, with the receipts of the first time.
+    for number, session in enumerate(sessions):
+        body = make.body(shape, [session])
+        receipt = store.add_upload(make.upload(shape, [session]), str(number), hashlib.sha256(body).hexdigest())
+        assert receipt.accepted == 1
+    assert len(store.part_keys(shape.fingerprint, "decode")) == 40
+    store.close()

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from spark_agent.commands.profile_diff import diff_command
 from spark_agent.context import AgentContext
 from spark_agent.errors import UsageError
 from spark_agent.output import Output, counted
 from spark_agent.sizes import format_size, parse_size
 from spark_agent.workload_name import check_workload_name
 from spark_schemas.ids import MAX_COUNT, Phase
+from spark_schemas.signature import key_id_of
 
 if TYPE_CHECKING:
     from spark_schemas.manifest import PlacementManifest
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["profiles_app", "pull_profile_command"]
 
 profiles_app = typer.Typer(no_args_is_help=True, help="Profiles and how well they predicted sessions they never saw.")
+profiles_app.command("diff")(diff_command)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Service = Annotated[str | None, typer.Option("--service", help="Address of the calibration service.")]
@@ -41,9 +44,13 @@ def pull_profile_command(
     service: Service = None,
     json: Json = False,
 ) -> None:
-    """Get the best placement of a model's experts for a workload within a memory budget."""
+    """Get the best placement of a model's experts for a workload within a memory budget.
+
+    The service signs it. Its key is pinned at the first pull and another one later is refused: see spark service-key.
+    """
     from spark_agent.manifests import ManifestStore, PullKey, save_manifest
     from spark_agent.paths import manifests_dir
+    from spark_agent.trust import ManifestTrust
     from spark_runtime.engine import context_for
     from spark_runtime.manifest_check import check_manifest
     from spark_runtime.model_shape import read_model_shape
@@ -59,29 +66,39 @@ def pull_profile_command(
     if not 1 <= vram_bytes <= MAX_COUNT:
         raise UsageError(f"--vram: found {vram_bytes} bytes, expected 1 to {MAX_COUNT}", "e.g. --vram 14G")
     store = ManifestStore(manifests_dir())
+    trust = ManifestTrust.of_this_machine(context.environment)
     with context.client(service) as client:
         key = PullKey(client.base_url, vram_bytes, n_ctx, reserve_bytes)
         known = store.known(shape.fingerprint, name, key)
-        manifest, etag = client.manifest(
+        if known is not None and known.signed is not None and not known.signed.covers(known.content):
+            context.output.warning("what was pulled before was altered since: pulling it again")
+            known = None
+        answer = client.manifest(
             shape.fingerprint,
             name,
             vram_bytes=vram_bytes,
             n_ctx=n_ctx,
             reserve_bytes=reserve_bytes,
             phase="decode",
-            etag=known[1] if known else None,
+            sibling=shape.sibling,
+            etag=known.etag if known else None,
         )
-    unchanged = manifest is None
-    if manifest is None:
-        if known is None:
-            raise AssertionError("the client takes 'not modified' only when it sent an ETag")
-        manifest = known[0]
+        manifest, content, signature = answer.manifest, answer.content, answer.signature
+        if manifest is None:
+            if known is None:
+                raise AssertionError("the client takes 'not modified' only when it sent an ETag")
+            manifest, content = known.manifest, known.content
+            # An answer without a body may leave out what has not changed.
+            signature = signature or (known.signed.signature if known.signed else None)
+        signed = trust.check_answer(client, content, signature, context.output.info, pin=not dry_run)
     check_manifest(manifest, shape)
+    if answer.pinned is not None:
+        context.output.info(f"the service has revision {answer.pinned[:12]} pinned: there may be a newer one")
     if not dry_run:
-        stored = store.put(manifest, key, etag)
-        context.output.info(f"{'unchanged' if unchanged else 'stored'}: {stored}")
+        stored = store.put(manifest, key, answer.etag, content=content, signed=signed)
+        context.output.info(f"{'unchanged' if answer.manifest is None else 'stored'}: {stored}")
         if output is not None:
-            save_manifest(output, manifest)
+            save_manifest(output, content, signed)
     expected = manifest.expected
     context.output.result(
         {
@@ -91,6 +108,7 @@ def pull_profile_command(
             "verdict": manifest.verdict,
             "bytes": manifest.bytes.model_dump(),
             "source": key.service_url,
+            "signed_by": key_id_of(signed.key) if signed else None,
         },
         lambda: _print_manifest(context.output, manifest),
     )

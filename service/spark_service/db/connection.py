@@ -67,6 +67,12 @@ class Database:
         self._descriptor: int | None = None
         self._connection: duckdb.DuckDBPyConnection | None = self._connect()
         self._invalid = False
+        self._generation = 0
+
+    @property
+    def generation(self) -> int:
+        """How many transactions that may have changed what is read have ended; nothing was written while it stays."""
+        return self._generation
 
     def _connect(self) -> duckdb.DuckDBPyConnection:
         _require_magic(self.path)
@@ -94,8 +100,21 @@ class Database:
             cursor.close()
 
     @contextmanager
-    def transaction(self) -> Iterator[duckdb.DuckDBPyConnection]:
-        """Give a cursor inside a transaction: committed at the end, rolled back by any exception."""
+    def transaction(self, *, counted: bool = True) -> Iterator[duckdb.DuckDBPyConnection]:
+        """Give a cursor inside a transaction: committed at the end, rolled back by any exception.
+
+        ``counted`` transactions raise :attr:`generation`, also when they fail: what a failed commit left is not known.
+        """
+        try:
+            with self._transaction() as cursor:
+                yield cursor
+        finally:
+            if counted:
+                with self._lock:
+                    self._generation += 1
+
+    @contextmanager
+    def _transaction(self) -> Iterator[duckdb.DuckDBPyConnection]:
         with self.cursor() as cursor:
             cursor.begin()
             try:

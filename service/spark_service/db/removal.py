@@ -9,6 +9,7 @@ from typing import Self
 
 import duckdb
 
+from spark_service.db import history
 from spark_service.db.aging import Rewritten, rewrite_without, take_out
 from spark_service.db.connection import Database
 from spark_service.db.segments import SegmentFolder
@@ -36,6 +37,7 @@ class Removal:
     def session(self, cursor: duckdb.DuckDBPyConnection, session_hash: str) -> int:
         """Remove a session's parts and remember its hash, so that nothing of it is taken again; return how many."""
         cursor.execute("INSERT INTO deleted_sessions VALUES (?) ON CONFLICT DO NOTHING", [session_hash])
+        history.forget_session(cursor, session_hash)
         forget_session(cursor, self.folder, session_hash)
         return self._remove(cursor)
 

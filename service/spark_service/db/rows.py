@@ -8,7 +8,6 @@ import numpy as np
 import pyarrow as pa
 
 from spark_schemas.model import ModelShape
-from spark_service.db.batch import StoredReceipt
 from spark_service.errors import StorageError
 from spark_service.packed import PackedPhase, PackedSession, pack_counts, unpack_counts
 from spark_service.sessions import IntArray, SessionPart
@@ -18,14 +17,9 @@ __all__ = [
     "PART_COLUMNS",
     "histograms_table",
     "parts_from_table",
-    "parts_table",
-    "receipts_table",
     "repacked_table",
 ]
 
-_PART_COLUMNS: list[tuple[str, pa.DataType]] = [
-    (name, pa.string()) for name in ("content_id", "fingerprint", "workload", "session_hash", "split")
-]
 _HISTOGRAM_COLUMNS: list[tuple[str, pa.DataType]] = [
     ("content_id", pa.string()),
     ("phase", pa.string()),
@@ -44,21 +38,6 @@ PART_COLUMNS = ("content_id", "workload", "session_hash", "tokens", "n_experts",
 
 _Sessions = Mapping[str, tuple[ModelShape, PackedSession]]
 """Sessions with their models, by content id."""
-
-
-def parts_table(sessions: _Sessions) -> pa.Table:
-    """Rows of ``parts``."""
-    rows = [
-        {
-            "content_id": content_id,
-            "fingerprint": model.fingerprint,
-            "workload": session.workload,
-            "session_hash": session.session_hash,
-            "split": session.split,
-        }
-        for content_id, (model, session) in sessions.items()
-    ]
-    return pa.Table.from_pylist(rows, schema=pa.schema(_PART_COLUMNS))
 
 
 def histograms_table(sessions: _Sessions) -> pa.Table:
@@ -82,19 +61,6 @@ def _histogram_row(content_id: str, model: ModelShape, phase: PackedPhase) -> di
         "counts": phase.counts,
         "reuse": phase.reuse,
     }
-
-
-def receipts_table(receipts: Mapping[str, StoredReceipt]) -> pa.Table:
-    """Rows of ``uploads`` for receipts by idempotency key."""
-    stored = list(receipts.values())
-    return pa.table(
-        {
-            "idempotency_key": pa.array(receipts, pa.string()),
-            "body_sha256": pa.array([row.body_sha256 for row in stored], pa.string()),
-            "accepted": pa.array([row.receipt.accepted for row in stored], pa.uint32()),
-            "duplicates": pa.array([row.receipt.duplicates for row in stored], pa.uint32()),
-        }
-    )
 
 
 def repacked_table(table: pa.Table) -> pa.Table:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -28,8 +28,6 @@ from spark_service.db.rows import (
     PART_COLUMNS,
     histograms_table,
     parts_from_table,
-    parts_table,
-    receipts_table,
     repacked_table,
 )
 from spark_service.db.scan import snapshot
@@ -109,16 +107,29 @@ class Store:
                 link_files(self._segments.path, segments)
             copy_snapshot(descriptor, database)
 
-    @contextmanager
-    def writing(self) -> Iterator[duckdb.DuckDBPyConnection]:
-        """Give the one writer's cursor inside a transaction. Raises :class:`StorageError`."""
-        with self._writing, self._database.transaction() as cursor:
-            yield cursor
+    @property
+    def folder(self) -> Path:
+        """Where the database is."""
+        return self._database.path.parent
+
+    @property
+    def generation(self) -> int:
+        """A number that every write raises before it is acknowledged: what was read at one holds while it stays."""
+        return self._database.generation
 
     @contextmanager
     def reading(self) -> Iterator[duckdb.DuckDBPyConnection]:
-        """Give a cursor for reading. Raises :class:`StorageError`."""
+        """Give a cursor for one use in one thread."""
         with self._database.cursor() as cursor:
+            yield cursor
+
+    @contextmanager
+    def writing(self, *, counted: bool = True) -> Iterator[duckdb.DuckDBPyConnection]:
+        """Wait for other writers and give a cursor inside a transaction.
+
+        Only what changes no answer of the API may leave ``counted`` out.
+        """
+        with self._writing, self._database.transaction(counted=counted) as cursor:
             yield cursor
 
     def require_ready(self) -> None:
@@ -195,12 +206,12 @@ class Store:
     @contextmanager
     def snapshot(self) -> Iterator[duckdb.DuckDBPyConnection]:
         """Give a cursor that sees the database as it is now, whatever is written meanwhile."""
-        with self._database.transaction() as cursor:
+        with self._database.transaction(counted=False) as cursor:
             yield cursor
 
     def keep_tally(self, key: TallyKey, counted: Counted, deletions: int) -> bool:
         """Store a tally, unless a session was deleted since the number of :attr:`deletions` was ``deletions``."""
-        with self.writing() as cursor:
+        with self.writing(counted=False) as cursor:
             if self._deletions != deletions:
                 return False
             save_tally(cursor, key, counted)
@@ -321,11 +332,32 @@ def _write(cursor: duckdb.DuckDBPyConnection, batch: Batch) -> None:
             "INSERT INTO models VALUES (?, ?, ?)", [model.fingerprint, model.sibling, model.model_dump_json()]
         )
     if batch.sessions:
-        _insert(cursor, "parts", parts_table(batch.sessions))
+        stored = batch.sessions.values()
+        parts: dict[str, list[str]] = {
+            "content_id": list(batch.sessions),
+            "fingerprint": [model.fingerprint for model, _ in stored],
+            "workload": [session.workload for _, session in stored],
+            "session_hash": [session.session_hash for _, session in stored],
+            "split": [session.split for _, session in stored],
+        }
+        _insert_columns(cursor, "parts", parts)
         _insert(cursor, "histograms", histograms_table(batch.sessions))
     if batch.receipts:
-        _insert(cursor, "uploads", receipts_table(batch.receipts))
+        receipts: dict[str, Sequence[object]] = {
+            "idempotency_key": list(batch.receipts),
+            "body_sha256": [stored.body_sha256 for stored in batch.receipts.values()],
+            "accepted": [stored.receipt.accepted for stored in batch.receipts.values()],
+            "duplicates": [stored.receipt.duplicates for stored in batch.receipts.values()],
+        }
+        _insert_columns(cursor, "uploads", receipts)
         record_uploads(cursor, batch.entries)
+
+
+def _insert_columns(cursor: duckdb.DuckDBPyConnection, table: str, columns: Mapping[str, Sequence[object]]) -> None:
+    """Insert a few short values: as parameters, because registering an Arrow table costs more than they do."""
+    # Names of tables and columns are this module's own.
+    values = ", ".join(f"unnest(?) AS {name}" for name in columns)
+    cursor.execute(f"INSERT INTO {table} BY NAME SELECT {values}", list(columns.values()))
 
 
 def _insert(cursor: duckdb.DuckDBPyConnection, table: str, batch: pa.Table) -> None:

@@ -14,7 +14,7 @@ from spark_runtime.placement import LayerSizes, residency_budget
 from spark_schemas.api import ProfileList
 from spark_schemas.profile import CurvePoint, LayerFrequencies, Profile, ProfileSummary
 
-PULLED = ["manifest", "expected_cold_hit_rate", "interval", "verdict", "bytes", "source"]
+PULLED = ["manifest", "expected_cold_hit_rate", "interval", "verdict", "bytes", "source", "signed_by"]
 
 
 @pytest.fixture
@@ -71,6 +71,7 @@ def test_pull(pull, answer, manifest, service, shape):
         "n_ctx": [str(manifest.n_ctx)],
         "reserve_bytes": ["0"],
         "phase": ["decode"],
+        "sibling": [shape.sibling],
     }
 
 

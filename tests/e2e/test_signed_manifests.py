@@ -1,0 +1,310 @@
+"""A manifest's way from the service to the agent: signed, pinned, rotated, altered, rolled back."""
+
+from __future__ import annotations
+
+import http.client
+import http.server
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from spark_agent.manifests import load_manifest
+from spark_runtime.model_shape import read_model_shape
+from spark_runtime.models import demo_model_path
+from spark_runtime.recency import RecencyOrder
+from spark_schemas.histogram import HistogramUpload, LayerCounts, LayerReuse, PhaseHistogram, SessionHistogram
+from spark_schemas.manifest import PlacementManifest
+from spark_schemas.model import ModelShape
+from spark_schemas.split import split_of
+
+pytestmark = pytest.mark.e2e
+
+SERVICE, SPARK = "spark_service.cli", "spark_agent.cli_spark"
+VRAM = 9 * 2**20
+PULL = ("pull-profile", "code", "--vram", "9M", "--ctx", "256")
+TOKENS = 60
+
+
+@pytest.fixture(scope="module")
+def shape() -> ModelShape:
+    return read_model_shape(demo_model_path())
+
+
+def session(shape: ModelShape, number: int, workload: str = "code") -> SessionHistogram:
+    """Tokens routed by a popularity that all sessions of a workload share."""
+    session_hash = f"{number:064x}"
+    layers, reuse = [], []
+    for layer in shape.layers:
+        popularity = np.random.default_rng([len(workload), layer.block]).standard_normal(layer.n_experts)
+        noise = np.random.default_rng([number, layer.block]).gumbel(size=(TOKENS, layer.n_experts))
+        ids = np.argsort(-(2 * popularity + noise), axis=1)[:, : layer.top_k]
+        distances = RecencyOrder(layer.n_experts).observe(ids)
+        counts = np.bincount(ids.ravel(), minlength=layer.n_experts)
+        layers.append(LayerCounts(block=layer.block, tokens=TOKENS, counts=tuple(counts.tolist())))
+        counted = np.bincount(distances.ravel(), minlength=layer.n_experts + 1)
+        reuse.append(LayerReuse(block=layer.block, distances=tuple(counted.tolist())))
+    return SessionHistogram(
+        session_hash=session_hash,
+        split=split_of(session_hash),
+        workload=workload,
+        decode=PhaseHistogram(tokens=TOKENS, layers=tuple(layers)),
+        reuse=tuple(reuse),
+    )
+
+
+def upload(base_url: str, shape: ModelShape, numbers: range, workload: str = "code") -> None:
+    body = HistogramUpload(
+        agent_version="0", model=shape, sessions=tuple(session(shape, number, workload) for number in numbers)
+    )
+    headers = {"Idempotency-Key": f"{workload}-{numbers.start}", "Content-Type": "application/json"}
+    answer = httpx.post(f"{base_url}/api/v1/histograms", content=body.model_dump_json(), headers=headers, timeout=30)
+    assert answer.status_code == 202, answer.text
+
+
+@pytest.fixture
+def serving(machine, shape: ModelShape, tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """A service with sessions of one workload; its address and data folder."""
+    data = tmp_path / "service"
+    with machine.serving(SERVICE, "run", "-p", "0", "--json", "--data-dir", str(data)) as (started, _):
+        upload(started["base_url"], shape, range(12))
+        machine.environment["SPARKMOE_SERVICE_URL"] = started["base_url"]
+        yield started["base_url"], data
+
+
+Change = Callable[[str, dict[str, str], bytes], tuple[dict[str, str], bytes]]
+
+
+class Between:
+    """Someone between agent and service who may change answers."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target.removeprefix("http://")
+        self.change: Change = lambda path, headers, body: (headers, body)
+        between = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                upstream = http.client.HTTPConnection(between.target, timeout=30)
+                kept = {name: value for name, value in self.headers.items() if name.lower() == "if-none-match"}
+                upstream.request("GET", self.path, headers=kept)
+                answer = upstream.getresponse()
+                headers = {name.lower(): value for name, value in answer.getheaders()}
+                headers, body = between.change(self.path, headers, answer.read())
+                upstream.close()
+                self.send_response(answer.status)
+                for name, value in (headers | {"content-length": str(len(body))}).items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+
+@pytest.fixture
+def between(serving, machine) -> Iterator[Between]:
+    made = Between(serving[0])
+    thread = threading.Thread(target=made.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    machine.environment["SPARKMOE_SERVICE_URL"] = made.url
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+    thread.join()
+
+
+def refused(done: Any, *words: str) -> None:
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert "\nhint: " in "\n" + done.stderr
+    for word in words:
+        assert word in done.stderr
+
+
+def key_of(machine, data: Path, command: str = "show") -> dict[str, Any]:
+    done = machine.run(SERVICE, "key", command, "--data-dir", str(data), "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def pull(machine, *more: str) -> tuple[dict[str, Any], str]:
+    done = machine.run(SPARK, *PULL, "--json", *more)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
+def test_the_first_key_is_pinned_and_a_rotated_one_followed(machine, serving, tmp_path: Path) -> None:
+    base_url, data = serving
+    first, said = pull(machine)
+    key = key_of(machine, data)
+    assert first["signed_by"] == key["key_id"]
+    assert f"pinned its key {key['key_id']}" in said
+    again, said = pull(machine)
+    assert again == first
+    assert "unchanged" in said
+    assert "pinned its key" not in said
+
+    rotated = key_of(machine, data, "rotate")
+    assert rotated["earlier_key_ids"] == [key["key_id"]]
+    # The running service signs with the new key at once; nothing was sent but a new signature.
+    moved, said = pull(machine)
+    assert (moved["signed_by"], moved["manifest"]) == (rotated["key_id"], first["manifest"])
+    assert "unchanged" in said
+    assert f"{key['key_id']} vouches for {rotated['key_id']}" in said
+    for _ in range(2):
+        rotated = key_of(machine, data, "rotate")
+    assert pull(machine)[0]["signed_by"] == rotated["key_id"], "two steps at once"
+    shown = json.loads(machine.run(SPARK, "service-key", "show", "--json").stdout)
+    (pinned,) = shown["pinned"]
+    assert (pinned["service"], pinned["key_id"], len(pinned["earlier_key_ids"])) == (base_url, rotated["key_id"], 3)
+
+
+def test_another_key_is_refused_until_it_is_trusted(machine, serving, tmp_path: Path) -> None:
+    base_url, data = serving
+    before, _ = pull(machine)
+    for name in ("signing-key.pem", "signing-key-rotations.json"):
+        (data / name).unlink(missing_ok=True)
+    foreign = tmp_path / "foreign"
+    other = key_of(machine, foreign)
+    (data / "signing-key.pem").write_bytes((foreign / "signing-key.pem").read_bytes())
+    (data / "signing-key.pem").chmod(0o600)
+    done = machine.run(SPARK, *PULL)
+    refused(done, f"signs with key {other['key_id']}", f"spark service-key trust {other['key_id']}")
+    stored = next((machine.home / "data").rglob("code.json"))
+    assert json.loads(stored.read_text())["signed"]["signature"].split(";")[1] == f"keyid={before['signed_by']}"
+
+    refused(machine.run(SPARK, "service-key", "trust", "0" * 32), other["key_id"])
+    refused(machine.run(SPARK, *PULL), other["key_id"])
+    trusted = machine.run(SPARK, "service-key", "trust", other["key_id"], "--json")
+    assert json.loads(trusted.stdout) == {
+        "service": base_url, "key_id": other["key_id"], "replaced": before["signed_by"]
+    }  # fmt: skip
+    assert pull(machine)[0]["signed_by"] == other["key_id"]
+
+
+def test_a_key_pinned_up_front(machine, serving, tmp_path: Path) -> None:
+    _, data = serving
+    key, wrong = key_of(machine, data), key_of(machine, tmp_path / "foreign")
+    machine.environment["SPARKMOE_SIGNING_KEY"] = wrong["key"]
+    refused(machine.run(SPARK, *PULL), key["key_id"], wrong["key_id"])
+    machine.environment["SPARKMOE_SIGNING_KEY"] = key["key"]
+    found, said = pull(machine)
+    assert found["signed_by"] == key["key_id"]
+    assert "pinned its key" not in said
+    assert json.loads(machine.run(SPARK, "service-key", "show", "--json").stdout)["pinned"] == []
+
+
+def warmer(path: str, headers: dict[str, str], body: bytes) -> tuple[dict[str, str], bytes]:
+    return headers, body.replace(b'"n_calibration":', b'"n_calibration":1') if "/manifests/" in path else body
+
+
+def unsigned(path: str, headers: dict[str, str], body: bytes) -> tuple[dict[str, str], bytes]:
+    return {name: value for name, value in headers.items() if name != "spark-signature"}, body
+
+
+def spaced(path: str, headers: dict[str, str], body: bytes) -> tuple[dict[str, str], bytes]:
+    """The same JSON value in other bytes."""
+    return headers, body + b" " if "/manifests/" in path else body
+
+
+def garbled(path: str, headers: dict[str, str], body: bytes) -> tuple[dict[str, str], bytes]:
+    return headers | ({"spark-signature": "ed25519;keyid=x;sig="} if "/manifests/" in path else {}), body
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [(warmer, "altered"), (spaced, "altered"), (unsigned, "is not signed"), (garbled, "cannot be read")],
+)
+def test_what_was_changed_on_its_way_is_refused(machine, between: Between, change: Change, word: str) -> None:
+    # Asked for afresh each time, so that there is a body to change.
+    fresh = (*PULL, "--reserve", "1k")
+    pull(machine)
+    between.change = change
+    refused(machine.run(SPARK, *fresh), word)
+    kept = next((machine.home / "data").rglob("code.json")).read_text()
+    assert json.loads(kept)["reserve_bytes"] == 0, "the good one stays"
+    between.change = lambda path, headers, body: (headers, body)
+    assert machine.run(SPARK, *fresh).returncode == 0
+
+
+def test_an_altered_first_answer_pins_nothing(machine, between: Between) -> None:
+    between.change = warmer
+    refused(machine.run(SPARK, *PULL), "altered")
+    assert json.loads(machine.run(SPARK, "service-key", "show", "--json").stdout)["pinned"] == []
+    between.change = unsigned
+    _, said = pull(machine)
+    assert "does not sign" in said
+    between.change = lambda path, headers, body: (headers, body)
+    assert "pinned its key" in pull(machine)[1]
+
+
+def test_kept_manifests_are_checked_again(machine, serving, shape: ModelShape, tmp_path: Path) -> None:
+    passed_on = tmp_path / "m.json"
+    pull(machine, "--output", str(passed_on))
+    assert load_manifest(passed_on).workload == "code"
+    stored = next((machine.home / "data").rglob("code.json"))
+    kept = json.loads(stored.read_text())
+    kept["content"] = kept["content"].replace('"n_calibration":', '"n_calibration":1')
+    stored.write_text(json.dumps(kept))
+    diff = ("profiles", "diff")
+    refused(machine.run(SPARK, *diff, "code", "code"), "altered")
+    said = pull(machine)[1]
+    assert "altered since" in said
+    assert machine.run(SPARK, *diff, "code", str(passed_on), "--json").returncode == 0
+    passed_on.write_bytes(passed_on.read_bytes() + b"\n")
+    refused(machine.run(SPARK, *diff, "code", str(passed_on)), "altered")
+
+
+def test_rollback_and_what_it_changes(machine, serving, shape: ModelShape) -> None:
+    base_url, _ = serving
+    first = PlacementManifest.model_validate(pull(machine)[0]["manifest"], strict=False)
+    upload(base_url, shape, range(12, 40))
+    second = PlacementManifest.model_validate(pull(machine)[0]["manifest"], strict=False)
+    assert second.profile_revision != first.profile_revision
+    question = ["--vram-bytes", str(VRAM), "--n-ctx", "256", "--service", base_url, "--json"]
+    history = machine.run(SERVICE, "manifest", "history", shape.fingerprint, "code", *question)
+    listed = json.loads(history.stdout)
+    assert [one["revision"] for one in listed["manifests"]] == [second.profile_revision, first.profile_revision]
+    assert listed["pinned"] is None
+
+    pin = ["manifest", "pin", shape.fingerprint, "code"]
+    unknown = machine.run(SERVICE, *pin, "0" * 64, "--service", base_url)
+    assert unknown.returncode == 1
+    assert first.profile_revision in unknown.stderr
+    assert machine.run(SERVICE, *pin, first.profile_revision, "--service", base_url).returncode == 0
+    back, said = pull(machine)
+    assert back["manifest"] == json.loads(first.model_dump_json())
+    assert f"revision {first.profile_revision[:12]} pinned" in said
+
+    names = [f"code@{one.profile_revision}" for one in (first, second)]
+    compared = json.loads(machine.run(SPARK, "profiles", "diff", *names, "--json").stdout)
+    assert compared["before"]["profile_revision"] == first.profile_revision
+    assert compared["after"]["n_calibration"] == second.n_calibration
+    assert len(compared["layers"]) == len(shape.layers)
+    for_people = machine.run(SPARK, "profiles", "diff", *names)
+    assert for_people.returncode == 0
+    assert "expected cold-hit rate" in for_people.stderr
+
+    assert machine.run(SERVICE, "manifest", "unpin", shape.fingerprint, "code", "--service", base_url).returncode == 0
+    newest, said = pull(machine)
+    assert newest["manifest"] == json.loads(second.model_dump_json())
+    assert "there may be a newer one" not in said
+
+
+def test_an_unknown_workload_is_answered_with_the_most_general_one(machine, serving, shape: ModelShape) -> None:
+    base_url, _ = serving
+    upload(base_url, shape, range(12, 40), "review-long")
+    done = machine.run(SPARK, "pull-profile", "docs", "--vram", "9M")
+    assert done.returncode == 1
+    assert "until then use " in done.stderr
+    assert "held-out sessions of 1 other workload" in done.stderr
+    assert "/api/v1/workloads/nearest" in done.stderr
