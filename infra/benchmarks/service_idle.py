@@ -24,8 +24,18 @@ from report import parser_of, report
 
 def started(data_dir: Path) -> tuple[subprocess.Popen[str], float]:
     """Start the service and return it with the seconds until it was ready."""
-    command = [sys.executable, "-m", "spark_service.cli", "run", "--open", "-p", "0", "--json"]
-    command += ["--data-dir", str(data_dir)]
+    command = [
+        sys.executable,
+        "-m",
+        "spark_service.cli",
+        "run",
+        "--open",
+        "-p",
+        "0",
+        "--data-dir",
+        str(data_dir),
+        "--json",
+    ]
     start = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout is not None

@@ -23,7 +23,7 @@ def rendered() -> str:
     with tempfile.TemporaryDirectory() as folder:
         store = Store.open(Path(folder) / "service.duckdb")
         try:
-            document = create_app(store).openapi()
+            document = create_app(store, open_access=True).openapi()
         finally:
             store.close()
     return json.dumps(document, indent=1, ensure_ascii=False) + "\n"

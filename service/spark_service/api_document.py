@@ -27,16 +27,16 @@ PROBLEM_CODES: dict[str, tuple[int, str]] = {
     "invalid_json": (400, "the body is no JSON document in UTF-8"),
     "duplicate_key": (400, "an object of the body has a key twice"),
     "unauthorized": (401, "the request carries no valid token"),
-    "wrong_scope": (403, "the token's scope does not hold this operation"),
-    "not_local": (403, "an open service answers this machine alone"),
-    "open_service": (403, "an open service gives out no secrets"),
+    "wrong_scope": (403, "the token's scope does not reach this operation"),
+    "not_local": (403, "the service is open to its own machine alone, and the request names or comes from another"),
+    "open_service": (403, "a service run with --open gives no lasting secrets"),
     "not_found": (404, "there is no such path"),
     "unknown_model": (404, "nothing was uploaded for this fingerprint"),
     "unknown_workload": (404, "nothing was uploaded for this workload of the model"),
     "no_calibration_sessions": (404, "the workload has no session on the calibration side in this phase"),
-    "no_profiles": (404, "no workload of the model has a profile in this phase"),
-    "no_history": (404, "nothing was served for this question yet"),
-    "unknown_revision": (404, "no manifest of this profile revision is kept"),
+    "no_profiles": (404, "the model has no workload with a profile in this phase"),
+    "no_history": (404, "no manifest was served for this question yet"),
+    "unknown_revision": (404, "the profile revision was never served"),
     "unknown_token": (404, "there is no token of this id"),
     "unknown_backup": (404, "there is no backup of this name"),
     "method_not_allowed": (405, "the path has no such method; Allow lists those it has"),
@@ -48,16 +48,16 @@ PROBLEM_CODES: dict[str, tuple[int, str]] = {
     "unsupported_encoding": (415, "Content-Encoding is none of those taken; Accept-Encoding lists them"),
     "invalid_histogram": (422, "the upload does not fit its schema, or its counts cannot be true"),
     "idempotency_key_reused": (422, "the key was used with other content"),
-    "one_session_expected": (422, "the upload holds more or fewer sessions than one"),
-    "counts_unusable": (422, "the session has no selections in the phase, or other layers than the model"),
-    "invalid_pin": (422, "the body names no profile revision"),
     "invalid_parameter": (422, "a parameter is missing, unknown, there twice, or has a value it cannot have"),
     "context_too_long": (422, "n_ctx is above the model's context length"),
     "budget_too_small": (422, "the model does not fit the memory budget"),
-    "too_many_requests": (429, "more requests than this token, or address, may make; Retry-After says when to go on"),
+    "counts_unusable": (422, "the session's counts cannot be compared with this model's profiles"),
+    "one_session_expected": (422, "the upload has another number of sessions than one"),
+    "invalid_pin": (422, "the body is no pin"),
+    "too_many_requests": (429, "more requests than the service takes from one client; Retry-After says when to go on"),
     "internal_error": (500, "a fault of the service"),
     "storage_unavailable": (503, "the database cannot answer; nothing was changed; Retry-After says when to try again"),
-    "signing_key_unavailable": (503, "the key that signs manifests cannot be used; nothing is sent unsigned"),
+    "signing_key_unavailable": (503, "the key that signs manifests cannot be used; none is sent unsigned"),
     "storage_full": (507, "no room left; nothing was kept; the same request can be sent again later"),
 }
 """Every ``code`` of a problem: its HTTP status and what it means."""
@@ -115,10 +115,10 @@ def _description() -> str:
     return f"""Collects routing histograms of mixture-of-experts models, builds profiles, serves placement manifests.
 
 ## Requests
-All paths but `/healthz` need `Authorization: Bearer TOKEN` unless the service was started open, for its machine alone.
-Unknown and repeated query parameters are errors. Unknown fields of a body are errors, and so are a key that is there
-twice, `1.0` or `"1"` where an integer is due, and numbers that are not finite. Integers are at most 2^53 = {MAX_COUNT}
-unless a smaller bound is given.
+Paths under `{API_PREFIX}` need `Authorization: Bearer TOKEN` unless the service runs without tokens. Unknown and
+repeated query parameters are errors. Unknown fields of a body are errors, and so are a key that is there twice, `1.0`
+or `"1"` where an integer is due, and numbers that are not finite. Integers are at most 2^53 = {MAX_COUNT} unless a
+smaller bound is given.
 
 ## Uploads
 One JSON object in UTF-8 without a byte order mark, as it is or as one {ENCODINGS[0]} frame or one {ENCODINGS[1]} member
@@ -156,8 +156,8 @@ The first upload of a fingerprint says what the model is; a later one that diffe
 ## Answers
 Answers that list an `ETag` header have a strong one; sent back in `If-None-Match`, it is answered `304` without a body
 while nothing has changed. Every error is `{PROBLEM_MEDIA_TYPE}` (RFC 9457) with a stable `code`; where one field is at
-fault, `field`, `found` and `expected` name it. `503`, `507`, `409 backup_running` and lost connections can be tried
-again as they are; other errors need another request.
+fault, `field`, `found` and `expected` name it. `429`, `503`, `507`, `409 backup_running` and lost connections can be
+tried again as they are; other errors need another request.
 
 | status | code | meaning |
 |---|---|---|
@@ -196,7 +196,7 @@ def _complete(path: str, method: str, operation: dict[str, Any]) -> None:
     codes = {"internal_error"}
     if path != "/healthz":
         codes.add("storage_unavailable")
-    if operation["security"]:
+    if path.startswith(API_PREFIX):
         codes |= {"unauthorized", "wrong_scope", "not_local", "too_many_requests"}
     if operation.get("parameters"):
         codes.add("invalid_parameter")
@@ -206,7 +206,7 @@ def _complete(path: str, method: str, operation: dict[str, Any]) -> None:
         responses[str(status)] = _problem(status, listed)
     if any(parameter["name"].lower() == "if-none-match" for parameter in operation.get("parameters", ())):
         tag = {"ETag": {"required": True, "schema": {"type": "string"}, "description": "Names this answer's bytes."}}
-        responses["200"]["headers"] = responses["200"].get("headers", {}) | tag
+        responses["200"]["headers"] = tag
         responses["304"] = {"description": "The client has the current answer; no body.", "headers": tag}
 
 
@@ -224,6 +224,9 @@ def _problem(status: int, codes: list[str]) -> dict[str, Any]:
     return response
 
 
+_READ_CODES = {"unknown_model", "unknown_workload", "no_calibration_sessions"}
+_MANIFEST_CODES = _READ_CODES | {"budget_too_small", "context_too_long", "signing_key_unavailable", "unknown_revision"}
+_PIN_CODES = {"unknown_revision", "invalid_pin", "body_incomplete", "body_too_large", "no_history", "storage_full"}
 _BODY_CODES = {
     "body_incomplete",
     "bad_encoding",
@@ -234,38 +237,50 @@ _BODY_CODES = {
     "unsupported_encoding",
     "invalid_histogram",
 }
-_READ_CODES = {"unknown_model", "unknown_workload", "no_calibration_sessions"}
-_MANIFEST_CODES = _READ_CODES | {"budget_too_small", "context_too_long", "signing_key_unavailable", "unknown_revision"}
-_MANIFEST = "/manifests/{fingerprint}/{workload}"
 _OWN_CODES: dict[tuple[str, str], set[str]] = {
-    ("post", "/histograms"): _BODY_CODES
-    | {
+    ("post", "/histograms"): {
         "idempotency_key_missing",
         "idempotency_key_invalid",
+        "body_incomplete",
+        "bad_encoding",
+        "invalid_json",
+        "duplicate_key",
         "model_mismatch",
+        "body_too_large",
+        "unsupported_media_type",
+        "unsupported_encoding",
+        "invalid_histogram",
         "idempotency_key_reused",
         "storage_full",
     },
-    ("post", "/workloads/nearest"): _BODY_CODES
-    | {"unknown_model", "no_profiles", "one_session_expected", "counts_unusable"},
-    ("get", "/signing-key"): {"signing_key_unavailable"},
-    ("get", f"{_MANIFEST}/history"): {"no_history"},
-    ("get", f"{_MANIFEST}/diff"): {"no_history", "unknown_revision"},
-    ("post", f"/admin{_MANIFEST}/pin"): {
-        "unknown_revision",
-        "invalid_pin",
-        "body_too_large",
-        "unsupported_media_type",
-        "storage_full",
-    },
-    ("delete", f"/admin{_MANIFEST}/pin"): {"storage_full"},
-    ("post", "/admin/tokens"): {"open_service", "storage_full"},
-    ("delete", "/admin/tokens/{token_id}"): {"unknown_token", "storage_full"},
-    ("post", "/admin/tokens/{token_id}/rotate"): {"open_service", "unknown_token", "token_ended", "storage_full"},
     ("delete", "/sessions/{session_hash}"): {"storage_full"},
     ("get", "/profiles/{fingerprint}/{workload}"): _READ_CODES,
-    ("get", _MANIFEST): _MANIFEST_CODES,
+    ("get", "/manifests/{fingerprint}/{workload}"): _MANIFEST_CODES,
+    ("get", "/signing-key"): {"signing_key_unavailable"},
+    ("get", "/manifests/{fingerprint}/{workload}/history"): _MANIFEST_CODES | {"no_history"},
+    ("get", "/manifests/{fingerprint}/{workload}/diff"): _MANIFEST_CODES | {"no_history"},
+    ("post", "/admin/manifests/{fingerprint}/{workload}/pin"): _READ_CODES | _PIN_CODES,
+    ("delete", "/admin/manifests/{fingerprint}/{workload}/pin"): _READ_CODES | _PIN_CODES,
+    ("post", "/workloads/nearest"): _READ_CODES
+    | _BODY_CODES
+    | {"no_profiles", "counts_unusable", "one_session_expected", "model_mismatch"},
     ("post", "/admin/backup"): {"backup_running", "storage_full"},
+    ("post", "/admin/tokens"): {
+        "invalid_json",
+        "body_incomplete",
+        "invalid_parameter",
+        "open_service",
+        "body_too_large",
+    },
+    ("delete", "/admin/tokens/{token_id}"): {"unknown_token"},
+    ("post", "/admin/tokens/{token_id}/rotate"): {
+        "invalid_json",
+        "body_incomplete",
+        "body_too_large",
+        "open_service",
+        "unknown_token",
+        "token_ended",
+    },
     ("get", "/admin/backups/{name}"): {"unknown_backup"},
     ("delete", "/admin/backups/{name}"): {"unknown_backup"},
 }

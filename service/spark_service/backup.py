@@ -80,6 +80,8 @@ def seal(folder: Path, target: Path, *, memory: str, threads: int, force: bool =
     Every row of the copy is read: a backup that nobody can read is not written. Raises :class:`RefusedError` where
     something is at ``target`` already, unless ``force``; :class:`DatabaseError` and :class:`BackupError` otherwise.
     """
+    # Folds in what was copied of a write-ahead log.
+    Database(folder / DATABASE_NAME, memory=memory, threads=threads).close()
     database = Database(folder / DATABASE_NAME, memory=memory, threads=threads, read_only=True)
     try:
         schema_version = len(available()) - len(pending(database))
@@ -152,7 +154,7 @@ def backup_offline(settings: Settings, target: Path, *, force: bool = False) -> 
         try:
             pending(database)
             with database.frozen() as descriptor:
-                link_files(settings.data_dir / SEGMENTS_NAME, folder / SEGMENTS_NAME)
+                link_files(settings.segments_dir, folder / SEGMENTS_NAME)
                 copy_snapshot(descriptor, folder / DATABASE_NAME)
         finally:
             database.close()
@@ -173,9 +175,7 @@ def restore(settings: Settings, source: Path, *, force: bool = False) -> BackupM
             "choose an empty folder with --data-dir PATH, or add --force to replace it",
         )
     settings.prepare_data_dir()
-    with working_folder(settings.data_dir) as folder:
-        new = folder / "new"
-        new.mkdir()
+    with working_folder(settings.data_dir) as new, working_folder(settings.segments_dir.parent) as beside:
         manifest = unpack(source, new)
         known = len(available())
         if manifest.schema_version > known:
@@ -184,7 +184,11 @@ def restore(settings: Settings, source: Path, *, force: bool = False) -> BackupM
                 "upgrade spark-moe: a newer version wrote this backup",
             )
         _require_same_rows(settings, source, new, manifest)
-        _swap(settings, new)
+        # The segments' folder may be on another file system: what is moved into its place must be on that one.
+        new_segments = beside / SEGMENTS_NAME
+        if manifest.segments:
+            link_files(new / SEGMENTS_NAME, new_segments)
+        _swap(settings, new / DATABASE_NAME, new_segments)
     return manifest
 
 
@@ -203,18 +207,25 @@ def _require_same_rows(settings: Settings, source: Path, folder: Path, manifest:
             )
 
 
-def _swap(settings: Settings, new: Path) -> None:
+def _swap(settings: Settings, new: Path, new_segments: Path) -> None:
     """Move the old files aside and the new ones in; a failure moves the old ones back."""
-    names = (DATABASE_NAME, f"{DATABASE_NAME}.wal", SEGMENTS_NAME)
-    # Not in the working folder: should this process die here, what was replaced is still there.
+    # Not in the working folders: should this process die here, what was replaced is still there.
     old = settings.data_dir / f".replaced-{os.getpid()}"
+    old_segments = settings.segments_dir.with_name(f".replaced-{os.getpid()}-{SEGMENTS_NAME}")
+    log = settings.database.with_name(f"{DATABASE_NAME}.wal")
     with _owned(settings.database):
         old.mkdir(mode=0o700)
-        _sync_tree(new)
-        aside = [(settings.data_dir / name, old / name) for name in names]
-        # The database comes last: while it is missing, nothing can be started on half of a restore.
-        placed = [(new / name, settings.data_dir / name) for name in reversed(names)]
-        moves = [(source, target) for source, target in (*aside, *placed) if source.exists()]
+        for tree in (new.parent, new_segments):
+            _sync_tree(tree)
+        moves = [
+            (settings.database, old / settings.database.name),
+            (log, old / log.name),
+            (settings.segments_dir, old_segments),
+            (new_segments, settings.segments_dir),
+            # The database comes last: while it is missing, nothing can be started on half of a restore.
+            (new, settings.database),
+        ]
+        moves = [(source, target) for source, target in moves if source.exists()]
         done = 0
         try:
             for source, target in moves:
@@ -225,8 +236,11 @@ def _swap(settings: Settings, new: Path) -> None:
                 target.replace(source)
             old.rmdir()
             raise
-        _sync_folder(settings.data_dir)
+        for folder in {settings.data_dir, settings.segments_dir.parent}:
+            _sync_folder(folder)
     shutil.rmtree(old)
+    if old_segments.exists():
+        shutil.rmtree(old_segments)
 
 
 @contextmanager
@@ -257,6 +271,8 @@ def _owner_error(path: Path) -> SparkServiceError:
 
 
 def _sync_tree(folder: Path) -> None:
+    if not folder.exists():
+        return
     for path in (folder, *folder.rglob("*")):
         if path.is_dir():
             _sync_folder(path)

@@ -99,7 +99,7 @@ def _make_backup(store: Store, folder: Path) -> BackupReceipt:
     for left_over in folder.glob(f"{WORKING_PREFIX}*"):
         shutil.rmtree(left_over)
     with working_folder(folder) as work:
-        store.copy_to(work / DATABASE_NAME, beside=store.path.parent / SEGMENTS_NAME, beside_copy=work / SEGMENTS_NAME)
+        store.copy_to(work / DATABASE_NAME, work / SEGMENTS_NAME)
         # Reading every row back takes a processor and memory: uploads shall not share theirs.
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             try:

@@ -30,8 +30,10 @@ from spark_schemas.histogram import (
 from spark_schemas.ids import MAX_COUNT, Phase
 from spark_schemas.model import ModelShape
 from spark_schemas.split import split_of
+from spark_service.errors import RequestError
 from spark_service.ingest import parse_upload
 from spark_service.packed import PackedPhase, PackedSession, PackedUpload, pack_counts, pack_upload
+from spark_service.single_keys import require_single_keys
 
 __all__ = ["read_canonical", "read_upload"]
 
@@ -118,10 +120,13 @@ class _Model:
 @lru_cache(maxsize=32)
 def _model_of(head: bytes) -> _Model | None:
     """The model that an upload's first bytes describe, if they are in order."""
+    raw = head + _SESSIONS + b"]}"
     try:
-        shape = _Head.model_validate_json(head + _SESSIONS + b"]}").model
-    except ValidationError:
+        parsed = _Head.model_validate_json(raw)
+        require_single_keys(raw, parsed)
+    except (ValidationError, RequestError):
         return None
+    shape = parsed.model
     if shape.core_bytes + shape.expert_bytes_total > MAX_COUNT:
         return None
     return _Model(shape)

@@ -29,9 +29,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+add_backup_commands(app)
 app.add_typer(key_app, name="key")
 app.add_typer(manifest_app, name="manifest")
-add_backup_commands(app)
 
 _DataDir = Annotated[
     Path | None,

@@ -113,7 +113,10 @@ def verify_command(
 
     from spark_service.verification import verify
 
-    report = verify(chosen, memory=settings.db_memory, threads=settings.db_threads)
+    segments = settings.segments_dir if path is None else None
+    report = verify(chosen, memory=settings.db_memory, threads=settings.db_threads, segments=segments)
+    if not report.complete:
+        typer.echo("note: counts of an older schema are checked once the service has been started on it", err=True)
     if as_json:
         checks = [
             {"name": check.name, "checked": check.checked, "faults": check.faults, "named": list(check.named)}
@@ -122,6 +125,7 @@ def verify_command(
         done: dict[str, Any] = {
             "path": str(chosen),
             "schema_version": report.schema_version,
+            "complete": report.complete,
             "faults": report.faults,
             "checks": checks,
             "tables": {name: table.model_dump() for name, table in report.tables.items()},

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import Any, get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import ValidationError
 
+from spark_schemas.ids import Phase
 from spark_schemas.invariants import check_session
 from spark_schemas.model import ModelShape
 from spark_schemas.split import split_of
 from spark_service.backup import working_folder
 from spark_service.backup_format import SEGMENTS_NAME, unpack
-from spark_service.db.checksums import TableSum, table_batches, table_sums
+from spark_service.db.checksums import TableSum, table_sums
 from spark_service.db.connection import Database
 from spark_service.db.migrate import available, pending
-from spark_service.errors import BackupError
+from spark_service.db.scan import snapshot
+from spark_service.db.segments import SegmentFolder
+from spark_service.errors import BackupError, StorageError
 from spark_service.settings import DATABASE_NAME
-from spark_service.stored_sessions import PHASE_COLUMNS, StoredPart, StoredPhase, parts_of, session_of
+from spark_service.stored_sessions import StoredPart, StoredPhase, parts_of, session_of
 
 __all__ = ["Check", "Report", "verify"]
 
@@ -31,15 +35,25 @@ MAX_NAMED = 20
 BATCH_ROWS = 256
 _ORPHANS = (
     (
-        "part {}: it has no counts",
-        "SELECT content_id FROM parts ANTI JOIN histograms USING (content_id) ANTI JOIN aged USING (content_id)",
+        "part {}: found no counts of it, expected some",
+        "SELECT content_id FROM parts ANTI JOIN histograms USING (content_id) "
+        "ANTI JOIN segment_rows USING (content_id)",
     ),
     (
-        "histogram {}: it belongs to no part",
-        "SELECT DISTINCT content_id FROM histograms ANTI JOIN parts USING (content_id)",
+        "histogram {}: found no part that it belongs to",
+        "SELECT content_id FROM histograms ANTI JOIN parts USING (content_id) "
+        "UNION SELECT content_id FROM segment_rows ANTI JOIN parts USING (content_id)",
     ),
     (
-        "part {}: its session was deleted",
+        "histogram {}: found in the database and in a segment, expected one of them",
+        "SELECT content_id FROM histograms SEMI JOIN segment_rows USING (content_id, phase)",
+    ),
+    (
+        "histogram {}: found in a segment that is not known",
+        "SELECT content_id FROM segment_rows ANTI JOIN segments ON segment = name",
+    ),
+    (
+        "part {}: found it although its session was deleted",
         "SELECT content_id FROM parts SEMI JOIN deleted_sessions USING (session_hash)",
     ),
 )
@@ -63,6 +77,8 @@ class Report:
     schema_version: int
     tables: Mapping[str, TableSum]
     checks: tuple[Check, ...]
+    complete: bool
+    """Whether counts were checked: those of an older schema are only after a migration and a start."""
 
     @property
     def faults(self) -> int:
@@ -70,8 +86,10 @@ class Report:
         return sum(check.faults for check in self.checks)
 
 
-def verify(path: Path, *, memory: str, threads: int) -> Report:
+def verify(path: Path, *, memory: str, threads: int, segments: Path | None = None) -> Report:
     """Check a database, the folder of one, or a backup. Nothing there is changed.
+
+    ``segments`` is the folder of histograms that have aged out, beside the database if it is not given.
 
     Raises :class:`BackupError` for a backup that is not whole, :class:`DatabaseError` for what cannot be opened,
     :class:`StorageError` for what cannot be read. What contradicts itself is a fault in the report.
@@ -83,10 +101,10 @@ def verify(path: Path, *, memory: str, threads: int) -> Report:
             "name one, or its folder",
         )
     if _is_database(database):
-        return _verify_database(database, memory, threads)
+        return _verify_database(database, segments or database.parent / SEGMENTS_NAME, memory, threads)
     with working_folder(path.parent) as folder:
         manifest = unpack(path, folder)
-        report = _verify_database(folder / DATABASE_NAME, memory, threads)
+        report = _verify_database(folder / DATABASE_NAME, folder / SEGMENTS_NAME, memory, threads)
     found = {"schema version": report.schema_version, **report.tables}
     expected = {"schema version": manifest.schema_version, **manifest.tables}
     check = _check(
@@ -98,7 +116,7 @@ def verify(path: Path, *, memory: str, threads: int) -> Report:
             for name in sorted(found.keys() | expected.keys())
         ),
     )
-    return Report(report.schema_version, report.tables, (*report.checks, check))
+    return Report(report.schema_version, report.tables, (*report.checks, check), report.complete)
 
 
 def _is_database(path: Path) -> bool:
@@ -106,26 +124,27 @@ def _is_database(path: Path) -> bool:
         return file.read(12)[8:] == b"DUCK"
 
 
-def _verify_database(path: Path, memory: str, threads: int) -> Report:
+def _verify_database(path: Path, folder: Path, memory: str, threads: int) -> Report:
     database = Database(path, memory=memory, threads=threads, read_only=True)
     try:
-        schema_version = len(available()) - len(pending(database))
+        missing = pending(database)
         tables = table_sums(database)
+        complete = not missing and "unpacked_histograms" not in tables
+        models: dict[str, ModelShape] = {}
         checks: tuple[Check, ...] = ()
-        if schema_version:
-            models: dict[str, ModelShape] = {}
-            segments = _Segments(path.parent / SEGMENTS_NAME)
+        if "parts" in tables:
             # In this order: the first finds the models that the others compare with.
-            checks = (
-                _check("models", _models(database, models)),
-                _check("splits", _splits(database, models)),
-                _check("counts and content ids", _stored_counts(database, models)),
-                _check("orphans", _orphans(database, segments)),
-                _check("segments", segments.faults(database, models)),
+            checks = (_check("models", _models(database, models)), _check("splits", _splits(database, models)))
+        if complete:
+            segments = SegmentFolder(folder)
+            checks += (
+                _check("counts and content ids", _stored_counts(database, segments, models)),
+                _check("orphans", _orphans(database)),
+                _check("segments", _segment_files(database, segments)),
             )
     finally:
         database.close()
-    return Report(schema_version, tables, checks)
+    return Report(len(available()) - len(missing), tables, checks, complete)
 
 
 def _check(name: str, results: Iterable[str | None]) -> Check:
@@ -173,34 +192,20 @@ def _splits(database: Database, models: Mapping[str, ModelShape]) -> Iterator[st
         yield None if split == expected else f"part {content_id}: found split {split}, expected {expected}"
 
 
-def _stored_counts(database: Database, models: Mapping[str, ModelShape]) -> Iterator[str | None]:
-    def phases_of(content_ids: list[str]) -> dict[str, int]:
-        query = "SELECT content_id, count(*) FROM wanted JOIN histograms USING (content_id) GROUP BY content_id"
-        return dict(_wanted(database, query, content_ids))
-
-    yield from _count_faults(database, models, table_batches(database, "histograms", PHASE_COLUMNS), phases_of)
-
-
-def _wanted(database: Database, query: str, content_ids: list[str]) -> list[tuple[Any, ...]]:
-    with database.cursor() as cursor:
-        cursor.register("wanted", pa.table({"content_id": pa.array(content_ids, pa.string())}))
-        return cursor.execute(query).fetchall()
-
-
-def _count_faults(
-    database: Database,
-    models: Mapping[str, ModelShape],
-    batches: Iterable[pa.Table],
-    phases_of: Callable[[list[str]], Mapping[str, int]],
+def _stored_counts(
+    database: Database, segments: SegmentFolder, models: Mapping[str, ModelShape]
 ) -> Iterator[str | None]:
-    query = "SELECT content_id, fingerprint, workload, session_hash, split FROM wanted JOIN parts USING (content_id)"
-    for groups in parts_of(batches, phases_of):
-        known = {row[0]: StoredPart(*row) for row in _wanted(database, query, list(groups))}
-        for content_id, phases in groups.items():
-            part = known.get(content_id)
-            # What has no part or no model is named by another check.
-            if part is not None and part.fingerprint in models:
-                yield _count_fault(part, phases, models[part.fingerprint])
+    for model in models.values():
+        try:
+            with ExitStack() as stack:
+                held = [
+                    stack.enter_context(snapshot(database, segments, Lock(), phase, fingerprint=model.fingerprint))
+                    for phase in get_args(Phase)
+                ]
+                yield from (_count_fault(part, phases, model) for part, phases in parts_of(*held))
+        except StorageError as error:
+            # What could not be read ends the reading of this model.
+            yield f"model {model.fingerprint}: {error.message}"
 
 
 def _count_fault(part: StoredPart, phases: list[StoredPhase], model: ModelShape) -> str | None:
@@ -213,53 +218,23 @@ def _count_fault(part: StoredPart, phases: list[StoredPhase], model: ModelShape)
     return None if found == part.content_id else f"part {part.content_id}: found counts with content id {found}"
 
 
-def _orphans(database: Database, segments: _Segments) -> Iterator[str | None]:
-    with database.cursor() as cursor:
-        cursor.register("aged", segments.content_ids())
-        for text, query in _ORPHANS:
-            found = cursor.execute(query).fetchall()
-            yield from (text.format(row[0]) for row in found)
-            yield None
+def _orphans(database: Database) -> Iterator[str | None]:
+    for text, query in _ORPHANS:
+        yield None
+        for row in _rows(database, query):
+            yield text.format(row[0])
 
 
-class _Segments:
-    """Parquet files beside the database; those with the columns of ``histograms`` hold counts that aged out of it."""
-
-    def __init__(self, folder: Path) -> None:
-        self._files = sorted(folder.rglob("*.parquet")) if folder.is_dir() else []
-
-    def content_ids(self) -> pa.Table:
-        """Ids of all parts in the files, once for every row; files that cannot be read have none."""
-        empty = pa.table({"content_id": pa.array([], pa.string())})
-        tables = [empty]
-        for path in self._files:
-            try:
-                with pq.ParquetFile(path) as file:
-                    if set(PHASE_COLUMNS) <= set(file.schema_arrow.names):
-                        tables.append(file.read(columns=["content_id"]).cast(empty.schema))
-            except (pa.ArrowException, OSError):
-                # Named by the check of the segments.
-                continue
-        return pa.concat_tables(tables)
-
-    def faults(self, database: Database, models: Mapping[str, ModelShape]) -> Iterator[str | None]:
-        """Read every file; recompute what it holds of parts that are still known."""
-        for path in self._files:
-            try:
-                with pq.ParquetFile(path, page_checksum_verification=True) as file:
-                    yield from self._file_faults(file, database, models)
-            except (pa.ArrowException, OSError, ValueError) as error:
-                yield f"segment {path.name}: {error}"
-            else:
-                yield None
-
-    def _file_faults(
-        self, file: pq.ParquetFile, database: Database, models: Mapping[str, ModelShape]
-    ) -> Iterator[str | None]:
-        if not set(PHASE_COLUMNS) <= set(file.schema_arrow.names):
-            for _ in file.iter_batches(BATCH_ROWS):
-                pass
-            return
-        rows = Counter(str(value) for value in file.read(columns=["content_id"])["content_id"].to_pylist())
-        batches = (pa.Table.from_batches([batch]) for batch in file.iter_batches(BATCH_ROWS))
-        yield from _count_faults(database, models, batches, lambda _: rows)
+def _segment_files(database: Database, segments: SegmentFolder) -> Iterator[str | None]:
+    """Read every file that is known, page checksums included; what else lies in the folder does not count."""
+    for name, n_rows, n_bytes in _rows(database, "SELECT name, n_rows, n_bytes FROM segments ORDER BY name"):
+        path = segments.path / name
+        try:
+            found_bytes = path.stat().st_size
+            with pq.ParquetFile(path, page_checksum_verification=True) as file:
+                found_rows = sum(batch.num_rows for batch in file.iter_batches(BATCH_ROWS))
+        except (pa.ArrowException, OSError) as error:
+            yield f"segment {name}: {error}"
+            continue
+        found, expected = (found_rows, found_bytes), (n_rows, n_bytes)
+        yield None if found == expected else f"segment {name}: found (rows, bytes) {found}, expected {expected}"

@@ -72,10 +72,24 @@ def test_every_operation_lists_its_statuses(document: dict[str, Any]) -> None:
             statuses = set(operation["responses"])
             assert {"500", "default"} <= statuses
             if path.startswith("/api/"):
-                assert {"401", "503"} <= statuses
+                assert {"401", "403", "429", "503"} <= statuses
                 assert operation["security"]
     upload = document["paths"]["/api/v1/histograms"]["post"]["responses"]
-    assert set(upload) == {"202", "400", "401", "409", "413", "415", "422", "500", "503", "507", "default"}
+    assert set(upload) == {
+        "202",
+        "400",
+        "401",
+        "403",
+        "409",
+        "413",
+        "415",
+        "422",
+        "429",
+        "500",
+        "503",
+        "507",
+        "default",
+    }
 
 
 def test_the_example_is_taken(document: dict[str, Any], post: Post) -> None:

@@ -228,6 +228,8 @@ def test_every_operation_documents_problems(client: TestClient) -> None:
         "/api/v1/profiles",
         "/api/v1/profiles/{fingerprint}/{workload}",
         "/api/v1/manifests/{fingerprint}/{workload}",
+        "/api/v1/admin/backup",
+        "/api/v1/admin/backups/{name}",
         "/api/v1/admin/tokens",
         "/api/v1/admin/tokens/{token_id}",
         "/api/v1/admin/tokens/{token_id}/rotate",
@@ -237,8 +239,6 @@ def test_every_operation_documents_problems(client: TestClient) -> None:
         "/api/v1/admin/manifests/{fingerprint}/{workload}/pin",
         "/api/v1/signing-key",
         "/api/v1/workloads/nearest",
-        "/api/v1/admin/backup",
-        "/api/v1/admin/backups/{name}",
     }
 
 

@@ -54,7 +54,7 @@ def test_there_and_back(run: Any, data: Path, tmp_path: Path) -> None:
         code, out, err = run("verify", path, "--json")
         report = json.loads(out)
         assert (code, err) == (0, "")
-        assert set(report) == {"path", "schema_version", "faults", "checks", "tables"}
+        assert set(report) == {"path", "schema_version", "complete", "faults", "checks", "tables"}
         assert report["faults"] == 0
     code, out, _ = run("verify", "--data-dir", other)
     assert code == 0

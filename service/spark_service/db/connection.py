@@ -130,6 +130,8 @@ class Database:
             self._checkpoint_if_due(cursor)
 
     def _checkpoint_if_due(self, cursor: duckdb.DuckDBPyConnection) -> None:
+        if self._read_only:
+            return
         try:
             log_bytes = self.path.with_name(f"{self.path.name}.wal").stat().st_size
         except FileNotFoundError:
@@ -141,6 +143,9 @@ class Database:
             return
         try:
             cursor.execute("CHECKPOINT")
+        except duckdb.TransactionException:
+            # A reader that began before a deletion holds it up. The log grows, and the next commit tries again.
+            log.debug("checkpoint of %s put off", self.path)
         except duckdb.Error as error:
             # What was committed stays in the log and is safe: the caller's transaction has not failed.
             log.warning("checkpoint of %s failed, to be tried again: %s", self.path, error)
@@ -150,13 +155,18 @@ class Database:
 
     @contextmanager
     def frozen(self) -> Iterator[int]:
-        """Checkpoint, and keep the file as it then is for one use of its descriptor, while transactions go on.
+        """Keep the file as it is for one use of its descriptor, while transactions go on in the write-ahead log.
 
-        Raises :class:`StorageError` for what the database refuses, and at the end if the file was changed after all.
+        What was committed is folded into it before if that is possible: a reader that began before a deletion keeps
+        DuckDB from it. File and log together are all that was committed, as they are after a kill. Raises
+        :class:`StorageError` for what the database refuses, and at the end if the file was changed after all.
         """
         with self._checkpointing:
             with self.cursor() as cursor:
-                cursor.execute("CHECKPOINT")
+                try:
+                    cursor.execute("CHECKPOINT")
+                except duckdb.TransactionException:
+                    log.info("copying %s with its write-ahead log: a reader holds up its checkpoint", self.path)
             descriptor = self._open_descriptor()
             head = head_of(descriptor)
             yield descriptor

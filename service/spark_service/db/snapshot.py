@@ -9,7 +9,7 @@ from pathlib import Path
 
 from spark_service.errors import StorageError, StorageFullError
 
-__all__ = ["copy_snapshot", "head_of", "is_no_room", "link_files"]
+__all__ = ["copy_log", "copy_snapshot", "head_of", "is_no_room", "link_files"]
 
 HEAD_BYTES = 3 * 4096
 """The main header and the two headers that checkpoints write in turn, each with a higher number."""
@@ -45,6 +45,20 @@ def copy_snapshot(descriptor: int, target: Path) -> None:
         if not isinstance(error, FileExistsError):
             target.unlink(missing_ok=True)
         raise _copy_error(target, error) from error
+
+
+def copy_log(database: Path, target: Path) -> None:
+    """Copy a database's write-ahead log, where there is one, to that of a database at ``target``.
+
+    Nothing may be committed meanwhile. Raises :class:`StorageError`.
+    """
+    copy = target.with_name(f"{target.name}.wal")
+    try:
+        shutil.copyfile(database.with_name(f"{database.name}.wal"), copy)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise _copy_error(copy, error) from error
 
 
 def link_files(source: Path, target: Path) -> None:

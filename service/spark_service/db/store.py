@@ -32,7 +32,7 @@ from spark_service.db.rows import (
 )
 from spark_service.db.scan import snapshot
 from spark_service.db.segments import SegmentFolder
-from spark_service.db.snapshot import copy_snapshot, link_files
+from spark_service.db.snapshot import copy_log, copy_snapshot, link_files
 from spark_service.db.tallies import Counted, TallyKey, save_tally
 from spark_service.errors import RequestError, StorageError
 from spark_service.group_commit import GroupCommit
@@ -62,9 +62,9 @@ class Store:
         self._segments = segments
         # DuckDB would let two writers race and fail one of them; here the second one waits.
         self._writing = threading.Lock()
+        self._copying = threading.Lock()
         self._deletions = 0
         self._group_commit = GroupCommit(self.add_batch)
-        self._copying = threading.Lock()
 
     @classmethod
     def open(cls, path: Path, *, memory: str = "1GB", threads: int = 2, segments: Path | None = None) -> Self:
@@ -91,6 +91,24 @@ class Store:
             self._database.close()
 
     @property
+    def path(self) -> Path:
+        """The database file."""
+        return self._database.path
+
+    def copy_to(self, database: Path, segments: Path) -> None:
+        """Copy what is committed now into a file and a folder that must not exist, while uploads go on.
+
+        The histograms that have aged out are linked, not copied. Raises :class:`StorageError`.
+        """
+        with self._copying, ExitStack() as stack:
+            # Writers wait for the checkpoint, what is left of the log and the links, not for the copy.
+            with self._writing:
+                descriptor = stack.enter_context(self._database.frozen())
+                copy_log(self._database.path, database)
+                link_files(self._segments.path, segments)
+            copy_snapshot(descriptor, database)
+
+    @property
     def folder(self) -> Path:
         """Where the database is."""
         return self._database.path.parent
@@ -114,24 +132,6 @@ class Store:
         """
         with self._writing, self._database.transaction(counted=counted) as cursor:
             yield cursor
-
-    @property
-    def path(self) -> Path:
-        """The database file."""
-        return self._database.path
-
-    def copy_to(self, database: Path, *, beside: Path, beside_copy: Path) -> None:
-        """Copy what is committed now, into files that must not exist, while uploads go on.
-
-        ``beside`` is the folder of immutable files that belongs to the database; they are linked into ``beside_copy``
-        at the same moment. Raises :class:`StorageError`.
-        """
-        with self._copying, ExitStack() as stack:
-            # Writers wait for the checkpoint and the links, not for the copy.
-            with self._writing:
-                descriptor = stack.enter_context(self._database.frozen())
-                link_files(beside, beside_copy)
-            copy_snapshot(descriptor, database)
 
     def require_ready(self) -> None:
         """Raise :class:`StorageError` or :class:`MigrationError` unless the database answers and is migrated."""
