@@ -34,6 +34,7 @@ PROBLEM_CODES: dict[str, tuple[int, str]] = {
     "unknown_model": (404, "nothing was uploaded for this fingerprint"),
     "unknown_workload": (404, "nothing was uploaded for this workload of the model"),
     "no_calibration_sessions": (404, "the workload has no session on the calibration side in this phase"),
+    "too_few_sessions": (404, "the workload has fewer calibration sessions than a profile needs to be given away"),
     "no_profiles": (404, "the model has no workload with a profile in this phase"),
     "no_history": (404, "no manifest was served for this question yet"),
     "unknown_revision": (404, "the profile revision was never served"),
@@ -224,7 +225,7 @@ def _problem(status: int, codes: list[str]) -> dict[str, Any]:
     return response
 
 
-_READ_CODES = {"unknown_model", "unknown_workload", "no_calibration_sessions"}
+_READ_CODES = {"unknown_model", "unknown_workload", "no_calibration_sessions", "too_few_sessions"}
 _MANIFEST_CODES = _READ_CODES | {"budget_too_small", "context_too_long", "signing_key_unavailable", "unknown_revision"}
 _PIN_CODES = {"unknown_revision", "invalid_pin", "body_incomplete", "body_too_large", "no_history", "storage_full"}
 _BODY_CODES = {

@@ -87,14 +87,15 @@ def create_app(
     cache_bytes: int = env.READ_CACHE_BYTES.default,
     executor: Executor | None = None,
     window: Callable[[], Window] = Window,
+    min_sessions: int = 1,
 ) -> FastAPI:
     """Make the API over an open store, which stays the caller's to close.
 
     Requests need a token of the store, or ``token``, which has admin scope, unless access is open to everybody.
     ``key_dir`` holds the key that signs manifests, by default the database's folder. ``executor`` builds profiles, from
-    the sessions in ``window``.
+    the sessions in ``window``; one of fewer calibration sessions than ``min_sessions`` is given to nobody.
     """
-    catalog = Catalog(store, executor=executor, window=window)
+    catalog = Catalog(store, executor=executor, window=window, min_sessions=min_sessions)
     keyring = keyring or Keyring(store)
     signer = Signer(store.folder if key_dir is None else key_dir)
     answers = AnswerCache(lambda: (store.generation, (signer.stamp(), window())), max_bytes=cache_bytes)

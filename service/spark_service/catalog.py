@@ -35,10 +35,15 @@ class Catalog:
         *,
         executor: Executor | None = None,
         window: Callable[[], Window] = Window,
+        min_sessions: int = 1,
         remembered: int = 32,
     ) -> None:
-        """Build from the sessions in ``window``, by default all, with ``executor``, by default threads."""
+        """Build from the sessions in ``window``, by default all, with ``executor``, by default threads.
+
+        A profile of fewer calibration sessions than ``min_sessions`` is given to nobody: it would show theirs.
+        """
         self._store = store
+        self._min_sessions = min_sessions
         self._window = window
         self._executor = executor or LocalExecutor()
         self._tallies = Tallies(store, self._executor)
@@ -119,7 +124,8 @@ class Catalog:
                         continue  # A file of histograms goes when something in it is deleted.
                     if self._store.deletions != deletions:
                         continue  # Some of what was counted may have been gone when it was to judge.
-                    self._built[revision] = built
+                    few = built is not None and built.profile.n_calibration < self._min_sessions
+                    self._built[revision] = None if few else built
                 self._built.move_to_end(revision)
                 while len(self._built) > self._remembered:
                     self._built.popitem(last=False)
@@ -161,6 +167,17 @@ class Catalog:
         if workload not in known:
             raise self._unknown_workload(shape, workload, known, phase)
         counted = self._tallies.of(shape, phase).get(workload)
+        found = counted.tally.votes("calibration", self._window()).n_sessions if counted is not None else 0
+        if found:
+            raise RequestError(
+                404,
+                "too_few_sessions",
+                f"{workload}: found {found} calibration sessions, expected at least {self._min_sessions}",
+                field="path.workload",
+                found=str(found),
+                expected=f"at least {self._min_sessions}",
+                hint="upload more sessions of this workload: a profile of so few would show what is in each",
+            )
         held_out = counted.tally.votes("held_out").n_sessions if counted is not None else 0
         raise RequestError(
             404,

@@ -22,6 +22,7 @@ __all__ = [
     "HOST",
     "MAX_BODY_BYTES",
     "MAX_INFLATED_BYTES",
+    "MIN_SESSIONS",
     "PORT",
     "RAY",
     "READ_BURST",
@@ -158,6 +159,12 @@ READ_CACHE_BYTES: Variable[int] = Variable(
     "SPARKMOE_SERVICE_READ_CACHE_BYTES", _integer(0, 2**40), 64 * 2**20, "most bytes of answers kept ready in memory"
 )
 
+MIN_SESSIONS: Variable[int] = Variable(
+    "SPARKMOE_SERVICE_MIN_SESSIONS",
+    _integer(1, 10**6),
+    3,
+    "calibration sessions that a profile needs to be given to anybody",
+)
 WINDOW_DAYS: Variable[int] = Variable(
     "SPARKMOE_SERVICE_WINDOW_DAYS",
     _integer(0, 36_500),
@@ -194,6 +201,7 @@ VARIABLES: tuple[Variable[Any], ...] = (
     SEGMENTS_DIR,
     HISTORY_PER_KEY,
     READ_CACHE_BYTES,
+    MIN_SESSIONS,
     WINDOW_DAYS,
     HALF_LIFE_DAYS,
     RAY,

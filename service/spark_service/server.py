@@ -83,6 +83,7 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
                 history_per_key=settings.history_per_key,
                 cache_bytes=settings.read_cache_bytes,
                 executor=executor,
+                min_sessions=settings.min_sessions,
                 window=sliding(settings.window_days, settings.half_life_days),
             )
             if settings.open_access:

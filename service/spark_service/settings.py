@@ -36,6 +36,7 @@ class Settings:
     segments_dir: Path
     history_per_key: int
     read_cache_bytes: int
+    min_sessions: int
     window_days: int
     half_life_days: int
     ray: str | None
@@ -77,6 +78,7 @@ class Settings:
             segments_dir=(env.SEGMENTS_DIR.read() or data_dir / "segments").absolute(),
             history_per_key=env.HISTORY_PER_KEY.read(),
             read_cache_bytes=env.READ_CACHE_BYTES.read(),
+            min_sessions=env.MIN_SESSIONS.read(),
             window_days=env.WINDOW_DAYS.read(),
             half_life_days=env.HALF_LIFE_DAYS.read(),
             ray=ray if ray is not None else env.RAY.read(),

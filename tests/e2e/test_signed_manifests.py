@@ -71,7 +71,7 @@ def upload(base_url: str, shape: ModelShape, numbers: range, workload: str = "co
 def serving(machine, shape: ModelShape, tmp_path: Path) -> Iterator[tuple[str, Path]]:
     """A service with sessions of one workload; its address and data folder."""
     data = tmp_path / "service"
-    with machine.serving(SERVICE, "run", "-p", "0", "--json", "--data-dir", str(data)) as (started, _):
+    with machine.serving(SERVICE, "run", "--open", "-p", "0", "--json", "--data-dir", str(data)) as (started, _):
         upload(started["base_url"], shape, range(12))
         machine.environment["SPARKMOE_SERVICE_URL"] = started["base_url"]
         yield started["base_url"], data

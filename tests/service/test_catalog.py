@@ -166,3 +166,14 @@ def test_a_manifest_names_its_profile(store: Store, make: Any) -> None:
     manifest = catalog.manifest(shape.fingerprint, "code", "decode", Budget(4000, 100))
     assert manifest.profile_revision == catalog.profile(shape.fingerprint, "code", "decode").revision
     assert manifest.expected is not None
+
+
+def test_a_profile_of_too_few_sessions_is_given_to_nobody(store: Store, make: Any) -> None:
+    shape = make.shape()
+    fill(store, make, make.sessions(shape, 2, 4) + make.sessions(shape, 3, 0, workload="chat"))
+    catalog = Catalog(store, min_sessions=3)
+    error = refusal(catalog, shape.fingerprint, "code", "decode")
+    assert (error.code, error.found, error.expected) == ("too_few_sessions", "2", "at least 3")
+    assert [summary.workload for summary in catalog.summaries(None, "decode")] == ["chat"]
+    fill(store, make, make.sessions(shape, 3, 0)[2:], "one more")
+    assert catalog.profile(shape.fingerprint, "code", "decode").n_calibration == 3
