@@ -86,7 +86,11 @@ def serving(folder: Path) -> Iterator[str]:
     """A service process of its own; give its address."""
     command = [sys.executable, "-m", "spark_service.cli", "run", "--open", "-p", "0", "--json"]
     command += ["--data-dir", str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    # One client asks for more than a token may by default.
+    environment = os.environ | {"SPARKMOE_SERVICE_READ_RATE": "0"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+    ) as process:
         if process.stdout is None:
             raise AssertionError("stdout is a pipe")
         try:
