@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from spark_schemas.split import split_of
 from spark_service import session_stream
 from spark_service import tallies as module
 from spark_service.db.store import Store
@@ -64,6 +65,26 @@ def test_counting_what_is_new_gives_the_bits_of_counting_anew(
             now(tallies, shape)
     counted = now(tallies, shape)
     assert {name: data for name, data in counted.items() if data} == anew(store, shape)
+    assert_no_session_is_on_both_sides(store, shape)
+
+
+def assert_no_session_is_on_both_sides(store: Store, shape: Any) -> None:
+    """From the stored rows: what calibrates and what judges are just the sessions of each side, all of their parts."""
+    with store.reading() as cursor:
+        rows = cursor.execute("SELECT workload, session_hash, split, content_id FROM parts").fetchall()
+    assert all(split == split_of(session_hash) for _, session_hash, split, _ in rows)
+    tallies = Tallies(store, LocalExecutor(1))
+    for workload, one in tallies.of(shape, "decode").items():
+        own = [(session_hash, content_id) for name, session_hash, _, content_id in rows if name == workload]
+        for side in ("calibration", "held_out"):
+            ids = [int(content_id, 16) for session_hash, content_id in own if split_of(session_hash) == side]
+            assert one.tally.identity(side) == sum(ids) % 2**256  # type: ignore[arg-type]
+        judges = {
+            session_hash
+            for batch in tallies.held_out(TallyKey(shape.fingerprint, workload, "decode"), one.number)
+            for session_hash in batch.hashes
+        }
+        assert judges == {session_hash for session_hash, _ in own if split_of(session_hash) == "held_out"}
 
 
 def test_deleting_takes_away_what_a_stored_tally_counts(store: Store, make: Any) -> None:
