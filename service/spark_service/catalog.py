@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from spark_schemas.histogram import SessionHistogram
@@ -26,8 +28,27 @@ from spark_service.tally import Tally, Window
 __all__ = ["Catalog"]
 
 
+QUICK_SECONDS = 1.0
+"""Builds that take no longer are made whenever something is new."""
+RESTS_PER_BUILD = 20
+"""A longer one is followed by so many times its own time in which its profile is given as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Latest:
+    """The profile built last for a question, and until when it will do, unless something was deleted."""
+
+    built: BuiltProfile
+    deletions: int
+    good_until_seconds: float
+
+
 class Catalog:
-    """Builds what is asked for. A revision names the inputs, so a remembered profile is never stale."""
+    """Builds what is asked for. A revision names the inputs of a profile.
+
+    What is given is of all sessions stored, or where building takes long, of those stored a while ago: uploads that
+    never pause must not keep the service building.
+    """
 
     def __init__(
         self,
@@ -37,6 +58,7 @@ class Catalog:
         window: Callable[[], Window] = Window,
         min_sessions: int = 1,
         remembered: int = 32,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Build from the sessions in ``window``, by default all, with ``executor``, by default threads.
 
@@ -49,6 +71,8 @@ class Catalog:
         self._tallies = Tallies(store, self._executor)
         self._remembered = remembered
         self._built: OrderedDict[str, BuiltProfile | None] = OrderedDict()
+        self._latest: OrderedDict[tuple[str, str, str, Phase, Window], _Latest] = OrderedDict()
+        self._clock = clock
         # One build at a time: a second request for the same profile finds it done.
         self._building = threading.Lock()
         self._general = GeneralHints()
@@ -108,6 +132,12 @@ class Catalog:
     ) -> BuiltProfile | None:
         """Build or remember a profile from the sessions of ``source``; ``None`` without calibration sessions."""
         with self._building:
+            question = (shape.fingerprint, source, workload, phase, self._window())
+            latest = self._latest.get(question)
+            began_seconds = self._clock()
+            rests = latest is not None and began_seconds < latest.good_until_seconds
+            if latest is not None and rests and latest.deletions == self._store.deletions:
+                return latest.built
             while True:
                 deletions = self._store.deletions
                 counted = self._tallies.of(shape if source == shape.fingerprint else self._shape(source), phase)
@@ -127,9 +157,20 @@ class Catalog:
                     few = built is not None and built.profile.n_calibration < self._min_sessions
                     self._built[revision] = None if few else built
                 self._built.move_to_end(revision)
-                while len(self._built) > self._remembered:
-                    self._built.popitem(last=False)
-                return self._built[revision]
+                found = self._built[revision]
+                if found is not None:
+                    self._latest[question] = _Latest(found, deletions, self._rested(began_seconds))
+                    self._latest.move_to_end(question)
+                for remembered in (self._built, self._latest):
+                    while len(remembered) > self._remembered:
+                        remembered.popitem(last=False)
+                return found
+
+    def _rested(self, began_seconds: float) -> float:
+        """Until when the service may rest from a build that ends now."""
+        ended_seconds = self._clock()
+        took_seconds = ended_seconds - began_seconds
+        return ended_seconds + (RESTS_PER_BUILD * took_seconds if took_seconds > QUICK_SECONDS else 0.0)
 
     def _inputs(self, key: TallyKey, counted: dict[str, Counted], shape: ModelShape) -> Inputs:
         nothing = Counted(Tally(tuple(layer.n_experts for layer in shape.layers)), 0)

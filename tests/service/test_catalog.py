@@ -177,3 +177,27 @@ def test_a_profile_of_too_few_sessions_is_given_to_nobody(store: Store, make: An
     assert [summary.workload for summary in catalog.summaries(None, "decode")] == ["chat"]
     fill(store, make, make.sessions(shape, 3, 0)[2:], "one more")
     assert catalog.profile(shape.fingerprint, "code", "decode").n_calibration == 3
+
+
+@pytest.mark.parametrize(("build_seconds", "waits"), [(0.5, False), (3.0, True)])
+def test_long_builds_are_followed_by_a_rest(store: Store, make: Any, build_seconds: float, waits: bool) -> None:
+    """Unless something was deleted: that is out of what is given next."""
+    shape, now = make.shape(), [0.0]
+
+    def clock() -> float:
+        now[0] += build_seconds
+        return now[0]
+
+    catalog = Catalog(store, clock=clock)
+
+    def code() -> Any:
+        return catalog.profile(shape.fingerprint, "code", "decode")
+
+    fill(store, make, make.sessions(shape, 3, 1))
+    assert code().n_calibration == 3
+    fill(store, make, make.sessions(shape, 4, 0)[3:], "one more")
+    assert code().n_calibration == (3 if waits else 4)
+    now[0] += 20 * build_seconds
+    assert code().n_calibration == 4
+    store.delete_session(make.hash(0))
+    assert code().n_calibration == 3
