@@ -21,7 +21,8 @@ def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
     if request.param == "local":
         found: Executor = LocalExecutor(2)
     else:
-        ray = pytest.importorskip("ray")
+        import ray
+
         ray.init(num_cpus=2, include_dashboard=False, configure_logging=False, log_to_driver=False)
         found = RayExecutor("auto")
     yield found
