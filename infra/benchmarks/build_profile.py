@@ -27,8 +27,9 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 from report import parser_of, report
+from synthetic_models import TOP_K, shape_of
 
-from spark_schemas.model import ExpertLayer, ModelShape
+from spark_schemas.model import ModelShape
 from spark_schemas.split import split_of
 from spark_service.catalog import Catalog
 from spark_service.db.connection import Database
@@ -37,7 +38,7 @@ from spark_service.db.store import Store
 from spark_service.executors import Executor, LocalExecutor, RayExecutor
 from spark_service.packed import pack_counts
 
-TOP_K, TOKENS, EXPERT_BYTES = 8, 2000, 2_654_208
+TOKENS = 2000
 WORKLOAD, MORE, AT_ONCE, RAY_WORKERS = "code-heavy", 100, 500, 2
 _T = TypeVar("_T")
 
@@ -47,24 +48,6 @@ def timed(work: Callable[[], _T]) -> tuple[_T, float]:
     start = time.perf_counter()
     result = work()
     return result, round(time.perf_counter() - start, 2)
-
-
-def shape_of(n_layers: int, n_experts: int) -> ModelShape:
-    """A model of equal layers."""
-    layers = tuple(
-        ExpertLayer(block=b, n_experts=n_experts, top_k=TOP_K, expert_bytes=EXPERT_BYTES, tensor_types={"up": "q4_K"})
-        for b in range(n_layers)
-    )
-    return ModelShape(
-        fingerprint="mf1-" + "0" * 32,
-        sibling="ms1-" + "0" * 32,
-        architecture="synthetic",
-        n_blocks=n_layers,
-        context_length=32768,
-        core_bytes=0,
-        kv_bytes_per_token=0,
-        layers=layers,
-    )
 
 
 def draws(rng: np.random.Generator, weights: np.ndarray, rows: int) -> np.ndarray:

@@ -26,35 +26,17 @@ import httpx
 import numpy as np
 import zstandard
 from report import parser_of, report
+from synthetic_models import TOP_K, shape_of
 
 from spark_schemas.histogram import HistogramUpload, LayerCounts, LayerReuse, PhaseHistogram, SessionHistogram
-from spark_schemas.model import ExpertLayer, ModelShape
+from spark_schemas.model import ModelShape
 from spark_schemas.split import split_of
 
-TOP_K, DECODE_TOKENS, PREFILL_TOKENS = 8, 2000, 6000
+DECODE_TOKENS, PREFILL_TOKENS = 2000, 6000
 TEMPLATES = 64
 BODIES_PER_SECOND = 400
 """Made beforehand for the first phase; beyond that they are made while it runs."""
 UPLOADS = "/api/v1/histograms"
-
-
-def shape_of(n_layers: int, n_experts: int) -> ModelShape:
-    """A model of equal layers."""
-    types = {"gate": "q4_K", "up": "q4_K", "down": "q6_K"}
-    layers = tuple(
-        ExpertLayer(block=b, n_experts=n_experts, top_k=TOP_K, expert_bytes=2_654_208, tensor_types=types)
-        for b in range(n_layers)
-    )
-    return ModelShape(
-        fingerprint="mf1-" + "0" * 32,
-        sibling="ms1-" + "0" * 32,
-        architecture="synthetic",
-        n_blocks=n_layers,
-        context_length=32768,
-        core_bytes=0,
-        kv_bytes_per_token=0,
-        layers=layers,
-    )
 
 
 def selections(rng: np.random.Generator, n_experts: int, tokens: int) -> tuple[int, ...]:
