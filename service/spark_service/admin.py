@@ -16,7 +16,7 @@ from spark_service.db.audit import AuditPage, entries_after
 from spark_service.db.store import Store
 from spark_service.errors import RequestError
 from spark_service.inflate import read_body
-from spark_service.ingest import excerpt, require_json
+from spark_service.ingest import invalid_value, require_json
 from spark_service.keyring import Keyring
 from spark_service.tokens import NewToken, TokenId, TokenInfo, TokenList, TokenRequest, TokenRotation
 
@@ -105,17 +105,7 @@ async def _read(request: Request, model: type[_B]) -> _B:
             raise RequestError(400, "invalid_json", f"body: {first['msg']}", hint="send one JSON object") from None
         # Bodies are flat; what follows a field's name are branches of its type.
         field = ".".join(["body", *(str(part) for part in first["loc"][:1])])
-        found = "nothing" if first["type"] == "missing" else excerpt(first["input"])
-        expected = {"missing": "this field", "extra_forbidden": "no such field"}.get(first["type"], first["msg"])
-        raise RequestError(
-            422,
-            "invalid_parameter",
-            f"{field}: found {found}, expected: {expected}",
-            field=field,
-            found=found,
-            expected=expected,
-            hint="see /api/openapi.json for the fields of this body",
-        ) from None
+        raise invalid_value(first, field, "field", "body") from None
 
 
 def _body(model: type[BaseModel]) -> dict[str, Any]:

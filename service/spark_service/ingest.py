@@ -15,7 +15,7 @@ from spark_schemas.model import ModelShape
 from spark_service.errors import RequestError
 from spark_service.single_keys import require_single_keys
 
-__all__ = ["excerpt", "parse_upload", "require_idempotency_key", "require_json"]
+__all__ = ["excerpt", "invalid_value", "parse_upload", "require_idempotency_key", "require_json"]
 
 MAX_KEY_LENGTH = 255
 MAX_FAULTS = 1000
@@ -133,3 +133,18 @@ def excerpt(value: object, limit: int = 80) -> str:
         return f"a number of {value.bit_length()} bits"
     text = repr(value[: limit + 1] if isinstance(value, str) else value)
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def invalid_value(error: Mapping[str, Any], field: str, kind: str, whole: str) -> RequestError:
+    """What answers one of pydantic's errors (422): ``field`` is a ``kind`` (parameter, field) of a ``whole``."""
+    found = "nothing" if error["type"] == "missing" else excerpt(error["input"])
+    expected = {"missing": f"this {kind}", "extra_forbidden": f"no such {kind}"}.get(error["type"], error["msg"])
+    return RequestError(
+        422,
+        "invalid_parameter",
+        f"{field}: found {found}, expected: {expected}",
+        field=field,
+        found=found,
+        expected=expected,
+        hint=f"see /api/openapi.json for the {kind}s of this {whole}",
+    )

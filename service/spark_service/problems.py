@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from spark_schemas.api import PROBLEM_MEDIA_TYPE, Problem
 from spark_service.errors import RequestError, SigningKeyError, SparkServiceError, StorageFullError
-from spark_service.ingest import excerpt
+from spark_service.ingest import excerpt, invalid_value
 
 __all__ = ["install", "problem_response"]
 
@@ -77,21 +77,11 @@ def _on_service_error(_request: Request, error: Exception) -> Response:
     )
 
 
-def _on_invalid_parameter(_request: Request, error: Exception) -> Response:
+def _on_invalid_parameter(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)  # noqa: S101  as registered
     first: Mapping[str, Any] = error.errors()[0]
     field = ".".join(str(part) for part in first["loc"])
-    found = "nothing" if first["type"] == "missing" else excerpt(first["input"])
-    expected = {"missing": "this parameter", "extra_forbidden": "no such parameter"}.get(first["type"], first["msg"])
-    return problem_response(
-        422,
-        "invalid_parameter",
-        f"{field}: found {found}, expected: {expected}",
-        field=field,
-        found=found,
-        expected=expected,
-        hint="see /api/openapi.json for the parameters of this path",
-    )
+    return _on_service_error(request, invalid_value(first, field, "parameter", "path"))
 
 
 def _on_http_exception(request: Request, error: Exception) -> Response:
