@@ -32,7 +32,6 @@ __all__ = [
     "greedy_slots",
     "hot_set",
     "layer_sizes",
-    "lru_cold_hit_rates",
     "residency_budget",
     "session_totals",
     "shares",
@@ -185,19 +184,6 @@ def cold_hit_rates(counts: Sequence[IntArray], resident: Sequence[IntArray]) -> 
     covered = session_totals([layer[:, ids] for layer, ids in zip(counts, resident, strict=True)])
     return np.array(
         [1.0 - hits / total if total else np.nan for hits, total in zip(covered, session_totals(counts), strict=True)]
-    )
-
-
-def lru_cold_hit_rates(reuse: Sequence[IntArray], slots: Sequence[int]) -> FloatArray:
-    """Share of each session's selections that a cache of ``slots`` per layer misses, started empty.
-
-    The cache evicts the least recently used expert; ``reuse[layer][session, distance]`` are reuse distances as in
-    :mod:`spark_runtime.recency`, the last entry first selections. Exact for at least top-k slots. ``nan`` for a session
-    without selections.
-    """
-    misses = session_totals([layer[:, count:] for layer, count in zip(reuse, slots, strict=True)])
-    return np.array(
-        [missed / total if total else np.nan for missed, total in zip(misses, session_totals(reuse), strict=True)]
     )
 
 

@@ -21,7 +21,6 @@ from spark_runtime.placement import (
     greedy_slots,
     hot_set,
     layer_sizes,
-    lru_cold_hit_rates,
     residency_budget,
     shares,
     uniform_slots,
@@ -138,12 +137,6 @@ def test_cold_hit_rates_count_selections() -> None:
 def test_sums_beyond_64_bits_are_exact() -> None:
     layers = [np.array([[2**53, 0]])] * 4096
     assert cold_hit_rates(layers, [np.array([0])] * 2048 + [np.array([1])] * 2048).tolist() == [0.5]
-
-
-def test_lru_misses_what_is_further_away_than_its_slots() -> None:
-    # Two experts, so the entries are distance 0, distance 1, first selections.
-    reuse = [np.array([[6, 2, 2], [0, 0, 0]]), np.array([[5, 0, 5], [0, 0, 0]])]
-    np.testing.assert_array_equal(lru_cold_hit_rates(reuse, [1, 2]), [(4 + 5) / 20, np.nan])
 
 
 def test_layer_sizes_are_the_shapes(toy_shape: ModelShape) -> None:
