@@ -1,16 +1,19 @@
 """How many uploads a second the service takes over HTTP, how long it keeps them waiting, and what it holds in memory.
 
-Usage: service_ingest.py [--seconds S] [--concurrency N] [--rate R] [--layers L] [--experts E] [--out FILE].
+Usage: service_ingest.py [--seconds S] [--concurrency N] [--rate R] [--layers L] [--experts E] [--out FILE], or with
+--uploads N in place of the seconds, to see what its memory does over many.
 Starts ``spark-service run -p 0`` on a temporary folder and uploads distinct sessions of L x E counts (prefill, decode
-and reuse distances), zstd: first as fast as N connections can for S seconds, then R a second for as long. The client
-runs in this process, on the same machine, and is part of what is measured.
+and reuse distances), zstd: first as fast as N connections can for S seconds, then R a second for as long; or N uploads
+as fast as can be. The client runs in this process, on the same machine, and is part of what is measured.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import hashlib
 import json
+import math
 import os
 import platform
 import subprocess
@@ -18,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -37,6 +40,8 @@ TEMPLATES = 64
 BODIES_PER_SECOND = 400
 """Made beforehand for the first phase; beyond that they are made while it runs."""
 UPLOADS = "/api/v1/histograms"
+MEMORY_EVERY = 5000
+"""Uploads between two values of the memory that a run over a number of uploads reports."""
 
 
 def selections(rng: np.random.Generator, n_experts: int, tokens: int) -> tuple[int, ...]:
@@ -171,17 +176,21 @@ class Load:
                 "middle": resident[len(resident) // 2],
                 "end": resident[-1],
                 "most": max(resident),
+                f"every_{MEMORY_EVERY}": resident[:: MEMORY_EVERY // 100],
             },
         }
 
 
-async def flat_out(load: Load, seconds: float, concurrency: int) -> None:
-    """Upload over ``concurrency`` connections, each the next one once it has its answer."""
+async def flat_out(load: Load, concurrency: int, *, seconds: float = math.inf, uploads: float = math.inf) -> None:
+    """Upload over ``concurrency`` connections, each the next one once it has its answer, for so long or so many."""
     until = time.perf_counter() + seconds
+    begun = 0
 
     async def worker() -> None:
+        nonlocal begun
         async with load.client() as client:
-            while time.perf_counter() < until:
+            while time.perf_counter() < until and begun < uploads:
+                begun += 1
                 await load.send(client)
 
     await asyncio.gather(*(worker() for _ in range(concurrency)))
@@ -203,10 +212,23 @@ async def measure(load: Load, apply: Awaitable[None]) -> dict[str, object]:
     return load.result()
 
 
+def phases_of(options: argparse.Namespace, load: Callable[[], Load]) -> dict[str, dict[str, object]]:
+    """What the options ask for, one phase after the other."""
+    of, concurrency = load(), options.concurrency
+    asked = {"uploads": options.uploads} if options.uploads else {"seconds": options.seconds}
+    phases = {"flat_out": {"concurrency": concurrency, **asyncio.run(measure(of, flat_out(of, concurrency, **asked)))}}
+    if not options.uploads:
+        of = load()
+        paced = asyncio.run(measure(of, at_rate(of, options.seconds, options.rate, concurrency)))
+        phases["paced"] = {"rate_per_s": options.rate, **paced}
+    return phases
+
+
 def main() -> None:
     """Measure and print (or write) the numbers."""
     parser = parser_of(__doc__)
     parser.add_argument("--seconds", type=float, default=60, help="of each phase")
+    parser.add_argument("--uploads", type=int, help="so many, as fast as can be, in place of the phases")
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--rate", type=float, default=100, help="uploads a second in the second phase")
     parser.add_argument("--layers", type=int, default=48)
@@ -214,7 +236,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         bodies = Bodies(shape_of(options.layers, options.experts), Path(folder) / "bodies")
-        bodies.make(int(options.seconds * (BODIES_PER_SECOND + options.rate)))
+        bodies.make(options.uploads or int(options.seconds * (BODIES_PER_SECOND + options.rate)))
         data_dir = Path(folder) / "data"
         command = [sys.executable, "-m", "spark_service.cli", "run", "--open", "-p", "0", "--json"]
         command += ["--data-dir", str(data_dir)]
@@ -222,10 +244,7 @@ def main() -> None:
             try:
                 base_url = json.loads(service.stdout.readline())["base_url"]
                 idle = resident_bytes(service.pid)
-                load = Load(base_url, bodies, service.pid)
-                flat = asyncio.run(measure(load, flat_out(load, options.seconds, options.concurrency)))
-                load = Load(base_url, bodies, service.pid)
-                paced = asyncio.run(measure(load, at_rate(load, options.seconds, options.rate, options.concurrency)))
+                phases = phases_of(options, lambda: Load(base_url, bodies, service.pid))
             finally:
                 service.terminate()
         database_bytes = sum(path.stat().st_size for path in data_dir.rglob("*") if path.is_file())
@@ -236,8 +255,7 @@ def main() -> None:
         "experts": options.experts,
         "body_bytes": body_bytes,
         "service_idle_resident_mib": round(idle / 2**20, 1),
-        "flat_out": {"concurrency": options.concurrency, **flat},
-        "paced": {"rate_per_s": options.rate, **paced},
+        **phases,
         "database_bytes": database_bytes,
     }
     report(result, options.out)

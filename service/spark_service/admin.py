@@ -1,7 +1,8 @@
-"""Routes of administrators: tokens and the audit log."""
+"""Routes of administrators: tokens, the audit log and retention."""
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Annotated, Any, TypeVar
 
 from anyio.to_thread import run_sync
@@ -11,6 +12,7 @@ from starlette.requests import ClientDisconnect
 
 from spark_schemas.api import API_PREFIX
 from spark_schemas.ids import MAX_COUNT
+from spark_service import env
 from spark_service.auth import OPEN_ACTOR, actor_of
 from spark_service.db.audit import AuditPage, entries_after
 from spark_service.db.store import Store
@@ -18,13 +20,14 @@ from spark_service.errors import RequestError
 from spark_service.inflate import read_body
 from spark_service.ingest import invalid_value, require_json
 from spark_service.keyring import Keyring
+from spark_service.retention import RetentionReceipt, RetentionRequest, apply_retention, overdue
 from spark_service.tokens import NewToken, TokenId, TokenInfo, TokenList, TokenRequest, TokenRotation
 
 __all__ = ["MAX_AUDIT_ENTRIES", "REQUEST_BODIES", "add_admin"]
 
 MAX_AUDIT_ENTRIES = 1000
 MAX_BODY_BYTES = 4096
-REQUEST_BODIES: tuple[type[BaseModel], ...] = (TokenRequest, TokenRotation)
+REQUEST_BODIES: tuple[type[BaseModel], ...] = (TokenRequest, TokenRotation, RetentionRequest)
 """Bodies whose schemas FastAPI does not add to the OpenAPI document, as it does not parse them."""
 
 _B = TypeVar("_B", bound=BaseModel)
@@ -41,8 +44,11 @@ class _AuditQuery(BaseModel):
     limit: int = Field(100, ge=1, le=MAX_AUDIT_ENTRIES, description="Most entries to give.")
 
 
-def add_admin(app: FastAPI, store: Store, keyring: Keyring) -> None:
-    """Add the routes under ``/api/v1/admin``; the gate lets only administrators through to them."""
+def add_admin(app: FastAPI, store: Store, keyring: Keyring, *, retention_days: int) -> None:
+    """Add the routes under ``/api/v1/admin``; the gate lets only administrators through to them.
+
+    ``retention_days`` is what the service keeps by itself, 0 for everything.
+    """
     tokens = f"{API_PREFIX}/admin/tokens"
 
     @app.get(tokens)
@@ -76,6 +82,29 @@ def add_admin(app: FastAPI, store: Store, keyring: Keyring) -> None:
         """Who changed what, and when, oldest first."""
         with store.reading() as cursor:
             return entries_after(cursor, query.after, query.limit)
+
+    @app.post(f"{API_PREFIX}/admin/retention", response_model=RetentionReceipt, openapi_extra=_body(RetentionRequest))
+    async def run_retention(request: Request) -> Response:
+        """Remove for good what was received too long ago, or say what that would be."""
+        wanted = await _read(request, RetentionRequest)
+        days = wanted.retention_days or retention_days
+        if not days:
+            raise RequestError(
+                422,
+                "no_retention",
+                "body.retention_days: found nothing, expected a number of days: this service keeps everything",
+                field="body.retention_days",
+                found="nothing",
+                expected="a number of days",
+                hint=f"send it, or start the service with {env.RETENTION_DAYS.name}",
+            )
+        today = datetime.now(UTC).date()
+        if wanted.dry_run:
+            removed = await run_sync(overdue, store, days, today)
+        else:
+            removed = await run_sync(apply_retention, store, days, today, actor_of(request))
+        receipt = RetentionReceipt.of(days, removed, dry_run=wanted.dry_run)
+        return Response(receipt.model_dump_json(), media_type="application/json")
 
 
 def _require_lasting(request: Request) -> str:

@@ -51,7 +51,6 @@ class AdminClient:
             )
         self._client = httpx.Client(
             headers={"Authorization": f"Bearer {token}", "Accept-Encoding": "identity"},
-            timeout=TIMEOUT_SECONDS,
             follow_redirects=False,
             # A proxy has no business between this machine and itself.
             trust_env=not local,
@@ -67,9 +66,9 @@ class AdminClient:
         """Get something under ``/api/v1/admin``."""
         return self._call("GET", f"/admin{path}", model)
 
-    def post(self, path: str, body: BaseModel, model: type[_M]) -> _M:
-        """Post a body to something under ``/api/v1/admin``."""
-        return self._call("POST", f"/admin{path}", model, body.model_dump_json())
+    def post(self, path: str, body: BaseModel, model: type[_M], *, timeout_seconds: float = TIMEOUT_SECONDS) -> _M:
+        """Post a body to something under ``/api/v1/admin``, which may think about it for so long."""
+        return self._call("POST", f"/admin{path}", model, body.model_dump_json(), timeout_seconds)
 
     def delete(self, path: str, model: type[_M]) -> _M:
         """Delete something under ``/api/v1/admin``."""
@@ -79,11 +78,18 @@ class AdminClient:
         """Delete a session; return the number of parts removed."""
         return self._call("DELETE", f"/sessions/{session_hash}", _Removed).removed
 
-    def _call(self, method: str, path: str, model: type[_M], body: str | None = None) -> _M:
+    def _call(
+        self,
+        method: str,
+        path: str,
+        model: type[_M],
+        body: str | None = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> _M:
         headers = {} if body is None else {"Content-Type": "application/json"}
         url = self._base_url + API_PREFIX + path
         try:
-            with self._client.stream(method, url, content=body, headers=headers) as response:
+            with self._client.stream(method, url, content=body, headers=headers, timeout=timeout_seconds) as response:
                 content = bytearray()
                 for chunk in response.iter_raw():
                     content += chunk

@@ -54,6 +54,7 @@ PROBLEM_CODES: dict[str, tuple[int, str]] = {
     "budget_too_small": (422, "the model does not fit the memory budget"),
     "counts_unusable": (422, "the session's counts cannot be compared with this model's profiles"),
     "one_session_expected": (422, "the upload has another number of sessions than one"),
+    "no_retention": (422, "the service keeps everything, and no number of days was sent"),
     "invalid_pin": (422, "the body is no pin"),
     "too_many_requests": (429, "more requests than the service takes from one client; Retry-After says when to go on"),
     "internal_error": (500, "a fault of the service"),

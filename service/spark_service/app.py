@@ -88,12 +88,14 @@ def create_app(
     executor: Executor | None = None,
     window: Callable[[], Window] = Window,
     min_sessions: int = 1,
+    retention_days: int = 0,
 ) -> FastAPI:
     """Make the API over an open store, which stays the caller's to close.
 
     Requests need a token of the store, or ``token``, which has admin scope, unless access is open to everybody.
     ``key_dir`` holds the key that signs manifests, by default the database's folder. ``executor`` builds profiles, from
     the sessions in ``window``; one of fewer calibration sessions than ``min_sessions`` is given to nobody.
+    ``retention_days`` is what an administrator's retention keeps unless told otherwise; 0 is everything.
     """
     catalog = Catalog(store, executor=executor, window=window, min_sessions=min_sessions)
     keyring = keyring or Keyring(store)
@@ -118,7 +120,7 @@ def create_app(
     _add_probes(app, store)
     _add_writes(app, store, limits or BodyLimits())
     app.include_router(manifest_router(ManifestServices(catalog, served, signer, answers, limits or BodyLimits())))
-    add_admin(app, store, keyring)
+    add_admin(app, store, keyring, retention_days=retention_days)
     add_backups(app, store)
     install_document(app)
     return app

@@ -86,8 +86,16 @@ def restore_command(
     settings = Settings.resolve(data_dir=data_dir)
 
     from spark_service.backup import restore
+    from spark_service.signing import KEY_NAME
 
     manifest = restore(settings, source.absolute(), force=force)
+    served = manifest.tables.get("manifests")
+    if served is not None and served.rows and not (settings.data_dir / KEY_NAME).exists():
+        typer.echo(
+            f"note: {settings.data_dir} has no {KEY_NAME}, and backups hold no keys: put the old one there before the "
+            "service starts, or every agent must be told to trust a new one",
+            err=True,
+        )
     done: dict[str, Any] = {
         "data_dir": str(settings.data_dir),
         "schema_version": manifest.schema_version,

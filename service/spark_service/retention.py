@@ -2,13 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import date, timedelta
+from typing import Annotated, Self
 
+from pydantic import BaseModel, ConfigDict, Field
+
+from spark_schemas.ids import Count
 from spark_service.db.audit import record
 from spark_service.db.removal import days_before, parts_of_day
 from spark_service.db.store import Store
 
-__all__ = ["apply_retention", "overdue"]
+__all__ = ["MAX_RETENTION_DAYS", "RetentionReceipt", "RetentionRequest", "apply_retention", "overdue"]
+
+MAX_RETENTION_DAYS = 36_500
+_Days = Annotated[int, Field(ge=1, le=MAX_RETENTION_DAYS)]
+
+
+class RetentionRequest(BaseModel):
+    """What an administrator asks for."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    retention_days: _Days | None = Field(None, description="Keep this many days; by default what the service keeps.")
+    dry_run: bool = Field(False, description="Only say what would be removed.")
+
+
+class RetentionReceipt(BaseModel):
+    """What a run removed, or would have."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    retention_days: int
+    dry_run: bool
+    parts: Count
+    parts_by_day: dict[str, Count]
+    """By the day they were received, ISO 8601."""
+
+    @classmethod
+    def of(cls, retention_days: int, removed: Mapping[date, int], *, dry_run: bool) -> Self:
+        """From what :func:`apply_retention` or :func:`overdue` returned."""
+        by_day = {day.isoformat(): count for day, count in removed.items()}
+        return cls(retention_days=retention_days, dry_run=dry_run, parts=sum(removed.values()), parts_by_day=by_day)
 
 
 def overdue(store: Store, retention_days: int, today: date) -> dict[date, int]:

@@ -85,6 +85,7 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
                 executor=executor,
                 min_sessions=settings.min_sessions,
                 window=sliding(settings.window_days, settings.half_life_days),
+                retention_days=settings.retention_days,
             )
             if settings.open_access:
                 app.add_middleware(LocalOnly)

@@ -125,6 +125,11 @@ def test_tokens_scopes_rotation_and_revocation_while_it_runs(machine: Machine, m
         made = machine.json("token", "create", "--scope", "upload", "--scope", "read", *ask, **remote)
         assert status(url, "/api/v1/profiles", made["token"]) == 200
         assert machine.json("session", "delete", make.hash(0), *ask, **remote)["removed"] == 1
+        kept = machine.json("retention", "run", "--days", "1", *ask, **remote)
+        assert kept == {"retention_days": 1, "dry_run": False, "parts": 0, "parts_by_day": {}}
+        endless = machine.run("retention", "run", *ask, **remote)
+        assert (endless.returncode, endless.stdout) == (1, "")
+        assert "this service keeps everything" in endless.stderr
         refused = machine.run("token", "list", *ask, SPARKMOE_SERVICE_TOKEN=made["token"])
         assert (refused.returncode, refused.stdout) == (1, "")
         assert "answered 403" in refused.stderr

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import UTC, date, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from spark_service.tokens import NewToken, TokenInfo, TokenList
 
 TOKENS = "/api/v1/admin/tokens"
 AUDIT = "/api/v1/admin/audit"
+RETENTION = "/api/v1/admin/retention"
 
 
 def problem(response: Any, status: int, code: str) -> Problem:
@@ -29,6 +31,16 @@ def admin(store: Store) -> Iterator[TestClient]:
     headers = {"Authorization": "Bearer shared"}
     with TestClient(app, headers=headers, raise_server_exceptions=False) as opened:
         yield opened
+
+
+@pytest.fixture
+def aged(store: Store, make: Any) -> date:
+    """Three sessions, one of them received 40 days ago."""
+    store.add_upload(make.upload(make.shape(), make.sessions(make.shape(), 3, 0)), "a", "a")
+    old = datetime.now(UTC).date() - timedelta(days=40)
+    with store.writing() as cursor:
+        cursor.execute("UPDATE parts SET received_day = ? WHERE session_hash = ?", [old, make.hash(0)])
+    return old
 
 
 def make(admin: TestClient, **body: object) -> NewToken:
@@ -160,3 +172,38 @@ def test_pages_of_the_audit_log(admin: TestClient) -> None:
 @pytest.mark.parametrize("query", ["after=-1", "after=x", "limit=0", "limit=1001", "before=1", f"after={10**30}"])
 def test_bad_audit_queries(admin: TestClient, query: str) -> None:
     problem(admin.get(f"{AUDIT}?{query}"), 422, "invalid_parameter")
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_retention(admin: TestClient, store: Store, aged: date, dry_run: bool) -> None:
+    answer = admin.post(RETENTION, json={"retention_days": 30, "dry_run": dry_run})
+    assert (answer.status_code, answer.json()) == (
+        200,
+        {"retention_days": 30, "dry_run": dry_run, "parts": 1, "parts_by_day": {aged.isoformat(): 1}},
+    )
+    left = admin.post(RETENTION, json={"retention_days": 30, "dry_run": True}).json()
+    assert left["parts"] == (1 if dry_run else 0)
+    removals = [entry for entry in entries(admin) if entry[1] == "retention.run"]
+    assert removals == ([] if dry_run else [("environment", "retention.run", aged.isoformat())])
+
+
+def test_what_the_service_keeps_is_the_default(store: Store, aged: date) -> None:
+    app = create_app(store, token="shared", retention_days=3)
+    with TestClient(app, headers={"Authorization": "Bearer shared"}) as client:
+        answer = client.post(RETENTION, json={}).json()
+    assert (answer["retention_days"], answer["parts_by_day"]) == (3, {aged.isoformat(): 1})
+
+
+@pytest.mark.usefixtures("aged")
+def test_without_a_number_of_days_nothing_goes(admin: TestClient, store: Store) -> None:
+    found = problem(admin.post(RETENTION, json={}), 422, "no_retention")
+    assert found.field == "body.retention_days"
+    assert "SPARKMOE_SERVICE_RETENTION_DAYS" in (found.hint or "")
+    with store.reading() as cursor:
+        assert cursor.execute("SELECT count(*) FROM parts").fetchall() == [(3,)]
+
+
+@pytest.mark.parametrize("days", [0, -1, 36_501, "30", 1.5, True])
+def test_days_that_cannot_be(admin: TestClient, days: object) -> None:
+    found = problem(admin.post(RETENTION, json={"retention_days": days}), 422, "invalid_parameter")
+    assert found.field == "body.retention_days"

@@ -27,6 +27,23 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return call
 
 
+def test_a_key_that_agents_have_pinned_is_missed(run: Any, data: Path, tmp_path: Path) -> None:
+    target, other = tmp_path / "a.tar", tmp_path / "other"
+    store = Store.open(data / "service.duckdb", threads=1)
+    with store.writing() as cursor:
+        cursor.execute(
+            "INSERT INTO manifests (fingerprint, workload, phase, vram_bytes, n_ctx, reserve_bytes, revision, sha256, "
+            "body_bytes, body_zstd, sequence) VALUES ('f', 'w', 'decode', 1, 1, 0, 'r', 's', 0, ''::BLOB, 0)"
+        )
+    store.close()
+    run("backup", target, "--data-dir", data)
+    code, _, err = run("restore", target, "--data-dir", other)
+    assert code == 0
+    assert err.startswith(f"note: {other} has no signing-key.pem")
+    (other / "signing-key.pem").touch(mode=0o600)
+    assert run("restore", target, "--data-dir", other, "--force")[::2] == (0, "")
+
+
 @pytest.fixture
 def data(tmp_path: Path, make: Any) -> Path:
     folder = tmp_path / "data"

@@ -36,11 +36,11 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on s
 
 
 @contextmanager
-def open_store(data_dir: Path | None, *, create: bool = False, remote: bool = True) -> Iterator[Store]:
+def open_store(data_dir: Path | None, *, create: bool = False) -> Iterator[Store]:
     """Open the database of a service that is down.
 
     Raises :class:`DatabaseError` where there is none, unless it may be created, and :class:`DatabaseLockedError` with
-    the way around where a running service holds it (``remote``: whether it can be asked instead).
+    the way around where a running service holds it.
     """
     settings = Settings.resolve(data_dir=data_dir)
     if create:
@@ -57,7 +57,7 @@ def open_store(data_dir: Path | None, *, create: bool = False, remote: bool = Tr
         store = Store.open(settings.database, memory=settings.db_memory, threads=settings.db_threads)
     except DatabaseLockedError as error:
         hint = f"give --service URL, with an admin token in {env.TOKEN.name}, to ask the service that runs, or stop it"
-        raise DatabaseLockedError(error.message, hint if remote else "stop the service first") from error
+        raise DatabaseLockedError(error.message, hint) from error
     try:
         yield store
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,12 +12,17 @@ from spark_service import env
 from spark_service.commands.common import CLI_ACTOR, AsJson, DataDir, Service, open_store
 from spark_service.errors import UsageError
 
+if TYPE_CHECKING:
+    from spark_service.retention import RetentionReceipt
+
 __all__ = ["retention_app", "session_app"]
 
 retention_app = typer.Typer(help="Remove what was received too long ago.", rich_markup_mode=None)
 session_app = typer.Typer(help="Remove a session.", rich_markup_mode=None)
 
 MAX_ENTRIES = 1000
+RETENTION_SECONDS = 3600.0
+"""What a service may take: it removes a day at a time, in between uploads."""
 
 
 def audit_command(
@@ -59,30 +64,39 @@ def retention_run_command(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
     data_dir: DataDir = None,
+    service: Service = None,
     as_json: AsJson = False,
 ) -> None:
-    """Remove for good what was received too long ago; the service must not be running, it does this once a day."""
+    """Remove for good what was received too long ago; a running service does this once a day."""
+    from spark_service.retention import RetentionReceipt, RetentionRequest, apply_retention, overdue
+
+    if service is not None:
+        from spark_service.admin_client import AdminClient
+
+        with AdminClient(service) as client:
+            wanted = RetentionRequest(retention_days=days, dry_run=dry_run)
+            receipt = client.post("/retention", wanted, RetentionReceipt, timeout_seconds=RETENTION_SECONDS)
+        _tell_retention(receipt, as_json=as_json)
+        return
     retention_days = days if days is not None else env.RETENTION_DAYS.read()
     if not retention_days:
         raise UsageError(
             f"retention: found no number of days, expected --days DAYS or {env.RETENTION_DAYS.name}",
             "everything is kept until one of them is set",
         )
-    from spark_service.retention import apply_retention, overdue
-
     today = datetime.now(UTC).date()
-    with open_store(data_dir, remote=False) as store:
+    with open_store(data_dir) as store:
         if dry_run:
             removed = overdue(store, retention_days, today)
         else:
             removed = apply_retention(store, retention_days, today, CLI_ACTOR)
-    parts = sum(removed.values())
-    if as_json:
-        by_day = {day.isoformat(): count for day, count in removed.items()}
-        told = {"retention_days": retention_days, "dry_run": dry_run, "parts": parts, "parts_by_day": by_day}
-        typer.echo(json.dumps(told))
-    else:
-        typer.echo(f"{'would remove' if dry_run else 'removed'}: {parts} parts of {len(removed)} days")
+    _tell_retention(RetentionReceipt.of(retention_days, removed, dry_run=dry_run), as_json=as_json)
+
+
+def _tell_retention(receipt: RetentionReceipt, *, as_json: bool) -> None:
+    done = "would remove" if receipt.dry_run else "removed"
+    text = f"{done}: {receipt.parts} parts of {len(receipt.parts_by_day)} days"
+    typer.echo(receipt.model_dump_json() if as_json else text)
 
 
 @session_app.command("delete")
