@@ -31,6 +31,7 @@ from synthetic_models import TOP_K, shape_of
 
 from spark_schemas.model import ModelShape
 from spark_schemas.split import split_of
+from spark_service import env
 from spark_service.catalog import Catalog
 from spark_service.db.connection import Database
 from spark_service.db.migrate import migrate
@@ -107,7 +108,7 @@ def fill(path: Path, shape: ModelShape, workload: str, first: int, count: int) -
 
 def built(path: Path, shape: ModelShape, executor: Executor) -> dict[str, Any]:
     """One request for the profile by a service that has just started."""
-    opened, open_s = timed(lambda: Store.open(path))
+    opened, open_s = timed(lambda: Store.open(path, memory=env.DB_MEMORY.read()))
     profile, seconds = timed(lambda: Catalog(opened, executor=executor).profile(shape.fingerprint, WORKLOAD, "decode"))
     opened.close()
     executor.close()
