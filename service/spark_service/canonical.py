@@ -81,7 +81,7 @@ def read_canonical(raw: bytes) -> PackedUpload | None:
     packed = []
     for session, text, read in zip(sessions, _session_texts(tail), phases, strict=True):
         session_hash, split = session["session_hash"], split_of(session["session_hash"])
-        if read is None or session["split"] != split:
+        if read is None or session.get("split") != split:
             return None
         content_id = hashlib.sha256(model.shape.fingerprint.encode() + b"\n" + text).hexdigest()
         packed.append(PackedSession(content_id, session_hash, split, session["workload"], read))
