@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from spark_service.db.history import MAX_OF_MIXES, MAX_PER_PROFILE, ManifestHistory, Question
+from spark_service.db.history import MAX_OF_MIXES, MAX_PER_PROFILE, ManifestHistory, Question, forget_session
 from spark_service.db.store import Store
 from spark_service.errors import StorageError
 
@@ -121,6 +121,33 @@ def test_a_deleted_sessions_manifests_are_forgotten(store: Store, history: Manif
     assert record(history, 2)
     store.delete_session(make.hash(0))
     assert history.served(chat) == history.served(QUESTION) == []
+
+
+def test_what_was_lent_to_another_quantisation_is_forgotten_too(
+    store: Store, history: ManifestHistory, make: Any
+) -> None:
+    own = make.shape()
+    lent, foreign = "mf1-" + "0" * 31 + "2", "mf1-" + "0" * 31 + "3"
+    for key, shape in (
+        ("a", own),
+        ("b", make.shape(fingerprint=lent)),
+        ("c", make.shape(fingerprint=foreign, sibling="ms1-" + "0" * 31 + "9")),
+    ):
+        workload = "code" if shape is own else "chat"
+        store.add_upload(make.upload(shape, make.sessions(shape, 2, 0, workload=workload)), key, key)
+    kept = [dataclasses.replace(QUESTION, fingerprint=lent, workload="docs")]
+    kept.append(dataclasses.replace(QUESTION, fingerprint=foreign))
+    gone = [QUESTION, dataclasses.replace(QUESTION, fingerprint=lent)]
+    for question in (*kept, *gone):
+        record(history, 1, question=question)
+        assert history.pin(question.fingerprint, question.workload, "decode", revision(1))
+    with store.writing() as cursor:
+        forget_session(cursor, make.hash(1))
+    # The hash is in all three models, in code and in chat: what is left is of other workloads or of another model.
+    left = [question for question in (*kept, *gone) if history.served(question)]
+    assert left == kept
+    pinned = [q for q in (*kept, *gone) if history.pinned(q.fingerprint, q.workload, "decode")]
+    assert pinned == kept
 
 
 def test_ever_new_mixes_are_bounded(history: ManifestHistory, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,7 +186,7 @@ class ManifestHistory:
 def forget_session(cursor: duckdb.DuckDBPyConnection, session_hash: str) -> None:
     """Forget every manifest of a workload that a session is part of, and its pin; call before its rows are removed.
 
-    A mix is of all its workloads.
+    A mix is of all its workloads, and other quantisations of the model may have been lent the profile.
     """
     found = cursor.execute(
         "SELECT fingerprint, list(DISTINCT workload) FROM parts WHERE session_hash = ? GROUP BY fingerprint",
@@ -195,7 +195,8 @@ def forget_session(cursor: duckdb.DuckDBPyConnection, session_hash: str) -> None
     for fingerprint, workloads in found:
         for table in ("manifests", "manifest_pins"):
             cursor.execute(
-                f"DELETE FROM {table} WHERE fingerprint = ? AND list_has_any(?, "  # noqa: S608
+                f"DELETE FROM {table} WHERE fingerprint IN (SELECT other.fingerprint FROM models AS own "  # noqa: S608
+                "JOIN models AS other USING (sibling) WHERE own.fingerprint = ?) AND list_has_any(?, "
                 "list_transform(string_split(workload, '+'), lambda member: string_split(member, ':')[1]))",
                 [fingerprint, workloads],
             )
