@@ -28,7 +28,7 @@ from spark_service.settings import DATABASE_NAME
 __all__ = ["BackupReceipt", "BackupRemoved", "add_backups"]
 
 FOLDER_NAME = "backups"
-WORKER_MEMORY = "512MB"
+WORKER_MEMORY = "256MB"
 WORKER_THREADS = 1
 _Name = Annotated[str, StringConstraints(pattern=r"^spark-backup-[0-9]{8}T[0-9]{6}Z-[0-9a-f]{8}\.tar$")]
 _PathName = Annotated[_Name, PathParameter(description="Name that the answer to POST /api/v1/admin/backup gave.")]

@@ -111,7 +111,12 @@ MAX_BODY_BYTES: Variable[int] = Variable(
 MAX_INFLATED_BYTES: Variable[int] = Variable(
     "SPARKMOE_SERVICE_MAX_INFLATED_BYTES", _integer(1, 2**40), 16 * 2**20, "most bytes of a request body once inflated"
 )
-DB_MEMORY: Variable[str] = Variable("SPARKMOE_SERVICE_DB_MEMORY", _memory, "1GB", "memory limit of the database")
+DB_MEMORY: Variable[str] = Variable(
+    "SPARKMOE_SERVICE_DB_MEMORY",
+    _memory,
+    "256MB",
+    "memory limit of the database, most of which it fills with pages it read",
+)
 DB_THREADS: Variable[int] = Variable("SPARKMOE_SERVICE_DB_THREADS", _integer(1, 256), 2, "threads of the database")
 READ_RATE: Variable[float] = Variable(
     "SPARKMOE_SERVICE_READ_RATE", _rate, 5000.0, "requests a second that a token may make to read; 0 is no limit"

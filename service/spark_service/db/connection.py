@@ -43,7 +43,7 @@ class Database:
     that counts, so that it can be copied while transactions go on in the write-ahead log.
     """
 
-    def __init__(self, path: Path, *, memory: str = "1GB", threads: int = 2, read_only: bool = False) -> None:
+    def __init__(self, path: Path, *, memory: str = "256MB", threads: int = 2, read_only: bool = False) -> None:
         """Open or create ``path``; ``read_only`` changes nothing on disk and needs the file to be there.
 
         Raises :class:`DatabaseLockedError` when another process has it open, :class:`DatabaseFormatError` for a damaged

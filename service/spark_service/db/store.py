@@ -67,7 +67,7 @@ class Store:
         self._group_commit = GroupCommit(self.add_batch)
 
     @classmethod
-    def open(cls, path: Path, *, memory: str = "1GB", threads: int = 2, segments: Path | None = None) -> Self:
+    def open(cls, path: Path, *, memory: str = "256MB", threads: int = 2, segments: Path | None = None) -> Self:
         """Open or create the database at ``path`` and bring its schema up to date.
 
         ``segments`` is the folder of histograms that have aged out, beside the database if it is not given.
