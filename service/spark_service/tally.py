@@ -107,6 +107,13 @@ class Tally:
                 total += votes if factor == 1.0 else votes.scaled(factor)
         return total
 
+    def since(self, day: int) -> Tally:
+        """The sessions whose last part came on a day or later."""
+        return Tally(
+            self.n_experts,
+            {side: {one: tally for one, tally in days.items() if one >= day} for side, days in self.sides.items()},
+        )
+
     def identity(self, side: Split, window: Window | None = None) -> int:
         """What a side is made of, within a window: changes when a session comes, goes or grows."""
         days = self.sides[side].items()
