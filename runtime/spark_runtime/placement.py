@@ -35,7 +35,9 @@ __all__ = [
     "residency_budget",
     "session_totals",
     "shares",
+    "stratified_intervals",
     "uniform_slots",
+    "weighted_mean",
 ]
 
 FloatArray = NDArray[np.float64]
@@ -203,13 +205,37 @@ def bootstrap_intervals(values: FloatArray, *, seed: int = 0, resamples: int = 2
     Sessions are the unit, not tokens: tokens of one session are not independent. All columns share the resamples. One
     session gives no interval, so its ends are 0 and 1. Raises ``ValueError`` without sessions.
     """
-    n_sessions = len(values)
-    if not n_sessions:
+    return stratified_intervals([values], [1], seed=seed, resamples=resamples)
+
+
+def stratified_intervals(
+    strata: Sequence[FloatArray], weights: Sequence[int], *, seed: int = 0, resamples: int = 2000
+) -> list[Interval]:
+    """:func:`bootstrap_intervals` of the weighted mean of the strata's means; of one stratum the same to the bit.
+
+    Each stratum's sessions are averaged and resampled among themselves: how many each happens to have says nothing
+    about its weight. Ends are 0 and 1 where any stratum has a single session. Raises ``ValueError`` where one has none.
+    """
+    if not all(len(values) for values in strata):
         raise ValueError("no values, expected at least one session")
-    mean = values.mean(axis=0)
-    if n_sessions == 1:
+    mean = weighted_mean([values.mean(axis=0) for values in strata], weights)
+    if any(len(values) == 1 for values in strata):
         return [Interval(value, 0.0, 1.0) for value in mean.tolist()]
     rng = np.random.default_rng(seed)
+    drawn_means = weighted_mean([_resampled_means(values, rng, resamples) for values in strata], weights)
+    low, high = np.quantile(drawn_means, [0.025, 0.975], axis=0)
+    return [Interval(*ends) for ends in zip(mean.tolist(), low.tolist(), high.tolist(), strict=True)]
+
+
+def weighted_mean(values: Sequence[FloatArray], weights: Sequence[int]) -> FloatArray:
+    """Mean of arrays of one shape, each worth its positive weight; of one alone with weight 1 the same to the bit."""
+    first, *others = (weight * value for value, weight in zip(values, weights, strict=True))
+    return np.asarray(sum(others, start=first) / sum(weights))
+
+
+def _resampled_means(values: FloatArray, rng: np.random.Generator, resamples: int) -> FloatArray:
+    """``[resample, column]``: means over as many sessions as there are, drawn with replacement."""
+    n_sessions = len(values)
     # In blocks, so that many sessions need no more memory than few.
     block = max(1, _RESAMPLED_AT_ONCE // n_sessions)
     means = []
@@ -219,6 +245,4 @@ def bootstrap_intervals(values: FloatArray, *, seed: int = 0, resamples: int = 2
         times = np.bincount(drawn.ravel(), minlength=size * n_sessions).reshape(size, n_sessions)
         means.append(times @ values / n_sessions)
     # Rounding must not put a mean of rates outside of them.
-    drawn_means = np.clip(np.concatenate(means), values.min(axis=0), values.max(axis=0))
-    low, high = np.quantile(drawn_means, [0.025, 0.975], axis=0)
-    return [Interval(*ends) for ends in zip(mean.tolist(), low.tolist(), high.tolist(), strict=True)]
+    return np.clip(np.concatenate(means), values.min(axis=0), values.max(axis=0))

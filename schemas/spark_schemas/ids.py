@@ -8,6 +8,7 @@ from pydantic import Field, StringConstraints
 
 __all__ = [
     "MAX_COUNT",
+    "WORKLOAD_PATTERN",
     "Count",
     "Fingerprint",
     "Phase",
@@ -32,7 +33,8 @@ SiblingId = Annotated[str, StringConstraints(pattern=r"^ms1-[0-9a-f]{32}$")]
 SessionHash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 """HMAC-SHA256 of a session's lineage under the team's key."""
 
-WorkloadName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?$")]
+WORKLOAD_PATTERN = r"^[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?$"
+WorkloadName = Annotated[str, StringConstraints(pattern=WORKLOAD_PATTERN)]
 Revision = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 

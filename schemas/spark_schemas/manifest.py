@@ -7,7 +7,8 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from spark_schemas.base import Schema
-from spark_schemas.ids import Count, Fingerprint, Phase, Revision, SiblingId, Verdict, WorkloadName
+from spark_schemas.ids import Count, Fingerprint, Phase, Revision, SiblingId, Verdict
+from spark_schemas.mix import ProfileName
 
 __all__ = ["PRIOR_SCALE", "Expectation", "LayerPlacement", "PlacementManifest", "TierBytes"]
 
@@ -86,7 +87,7 @@ class PlacementManifest(Schema):
     schema_version: Literal[1] = 1
     fingerprint: Fingerprint
     sibling: SiblingId
-    workload: WorkloadName
+    workload: ProfileName
     phase: Phase
     profile_revision: Revision
     vram_budget_bytes: Count

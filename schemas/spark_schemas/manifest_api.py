@@ -8,6 +8,7 @@ from pydantic import Field
 
 from spark_schemas.base import Schema
 from spark_schemas.ids import Count, Fingerprint, Phase, Revision, WorkloadName
+from spark_schemas.mix import ProfileName
 
 __all__ = ["NearWorkload", "NearestWorkloads", "Pin", "PinRequest", "ServedHistory", "ServedManifest"]
 
@@ -43,7 +44,7 @@ class Pin(Schema):
     """Which revision is served in place of the newest; ``None``: the newest is."""
 
     fingerprint: Fingerprint
-    workload: WorkloadName
+    workload: ProfileName
     phase: Phase
     revision: Revision | None
 

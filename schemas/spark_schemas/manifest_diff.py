@@ -8,8 +8,9 @@ from typing import Annotated
 from pydantic import Field
 
 from spark_schemas.base import Schema
-from spark_schemas.ids import MAX_COUNT, Fingerprint, Phase, Revision, Verdict, WorkloadName
+from spark_schemas.ids import MAX_COUNT, Fingerprint, Phase, Revision, Verdict
 from spark_schemas.manifest import Expectation, LayerPlacement, PlacementManifest, TierBytes
+from spark_schemas.mix import ProfileName
 
 __all__ = ["LayerDiff", "ManifestDiff", "ManifestSide", "diff_manifests"]
 
@@ -20,7 +21,7 @@ _Change = Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)]
 class ManifestSide(Schema):
     """One of the two manifests, without its layers."""
 
-    workload: WorkloadName
+    workload: ProfileName
     phase: Phase
     profile_revision: Revision
     vram_budget_bytes: int

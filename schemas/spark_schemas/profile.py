@@ -9,6 +9,7 @@ from pydantic import Field
 from spark_schemas.base import Schema
 from spark_schemas.drift import Drift
 from spark_schemas.ids import Count, Fingerprint, Phase, Policy, Revision, Verdict, WorkloadName
+from spark_schemas.mix import ProfileName
 
 __all__ = [
     "CurvePoint",
@@ -37,11 +38,16 @@ class CurvePoint(Schema):
     low: Rate
     high: Rate
     profiles: tuple[WorkloadName, ...] = ()
-    """Whose profiles placed the experts: this workload's, or for ``other`` the ones averaged over."""
+    """Whose profiles placed the experts: this workload's, of a mix those that are mixed, or for ``other`` the ones
+    averaged over.
+    """
 
 
 class Mismatch(Schema):
-    """Cold-hit rate that another workload's profile has on this workload's held-out sessions, with its interval."""
+    """Cold-hit rate that another workload's profile has on this workload's held-out sessions, with its interval.
+
+    Of a mix also that of each of its workloads' own profile alone on the sessions of the whole mix.
+    """
 
     workload: WorkloadName
     residency: Annotated[float, Field(gt=0.0, le=1.0)]
@@ -109,11 +115,15 @@ class ProfileSummary(Schema):
 
 
 class Profile(Schema):
-    """Expert frequencies of one (fingerprint, workload, phase) with their evaluation on held-out sessions."""
+    """Expert frequencies of one (fingerprint, workload, phase) with their evaluation on held-out sessions.
+
+    Of a mix, frequencies are the weighted mean of its workloads' own, rates the weighted mean of their mean rates, and
+    numbers of sessions, tokens and selections plain sums.
+    """
 
     schema_version: Literal[1] = 1
     fingerprint: Fingerprint
-    workload: WorkloadName
+    workload: ProfileName
     phase: Phase
     revision: Revision
     """SHA-256 over everything the profile was built from; changes exactly when its inputs change."""
@@ -124,7 +134,9 @@ class Profile(Schema):
     layers: tuple[LayerFrequencies, ...]
     curves: tuple[CurvePoint, ...]
     mismatch: tuple[Mismatch, ...] = ()
-    """One row of the mismatch matrix: every other workload of the model, at every residency."""
+    """One row of the mismatch matrix: every other workload of the model, and of a mix each of its own, at every
+    residency.
+    """
     live: Annotated[tuple[LivePoint, ...], Field(exclude_if=_absent)] = ()
     """What agents measured; not named in JSON where nothing can be said, like the two that follow."""
     live_comparisons: Annotated[tuple[LiveComparison, ...], Field(exclude_if=_absent)] = ()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path as FilePath
 from typing import Annotated, Any, Literal
@@ -39,7 +38,7 @@ from spark_service.rate_limit import Rates
 from spark_service.served import ServedManifests
 from spark_service.signing import Signer
 from spark_service.single_keys import require_single_parameters
-from spark_service.tally import Window
+from spark_service.windows import Windows
 
 __all__ = ["Alive", "Deleted", "Version", "create_app"]
 
@@ -86,19 +85,21 @@ def create_app(
     history_per_key: int = env.HISTORY_PER_KEY.default,
     cache_bytes: int = env.READ_CACHE_BYTES.default,
     executor: Executor | None = None,
-    window: Callable[[], Window] = Window,
+    windows: Windows | None = None,
     min_sessions: int = 1,
 ) -> FastAPI:
     """Make the API over an open store, which stays the caller's to close.
 
     Requests need a token of the store, or ``token``, which has admin scope, unless access is open to everybody.
     ``key_dir`` holds the key that signs manifests, by default the database's folder. ``executor`` builds profiles, from
-    the sessions in ``window``; one of fewer calibration sessions than ``min_sessions`` is given to nobody.
+    all sessions unless ``windows`` say otherwise; one of fewer calibration sessions than ``min_sessions`` is given to
+    nobody.
     """
-    catalog = Catalog(store, executor=executor, window=window, min_sessions=min_sessions)
+    windows = windows or Windows()
+    catalog = Catalog(store, executor=executor, windows=windows, min_sessions=min_sessions)
     keyring = keyring or Keyring(store)
     signer = Signer(store.folder if key_dir is None else key_dir)
-    answers = AnswerCache(lambda: (store.generation, (signer.stamp(), window())), max_bytes=cache_bytes)
+    answers = AnswerCache(lambda: (store.generation, (signer.stamp(), windows.today())), max_bytes=cache_bytes)
     history = ManifestHistory(store, kept=history_per_key)
     served = ServedManifests(store, catalog, signer, history, cache_bytes=cache_bytes)
     app = FastAPI(
@@ -117,7 +118,8 @@ def create_app(
     app.add_middleware(Gate, keyring=keyring, token=token, open_access=open_access, rates=rates)
     _add_probes(app, store)
     _add_writes(app, store, limits or BodyLimits())
-    app.include_router(manifest_router(ManifestServices(catalog, served, signer, answers, limits or BodyLimits())))
+    services = ManifestServices(catalog, served, signer, answers, limits or BodyLimits(), windows)
+    app.include_router(manifest_router(services))
     add_admin(app, store, keyring)
     add_backups(app, store)
     install_document(app)

@@ -6,16 +6,18 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from spark_schemas.histogram import SessionHistogram
 from spark_schemas.ids import Phase
 from spark_schemas.manifest import PlacementManifest
 from spark_schemas.manifest_api import NearestWorkloads
+from spark_schemas.mix import Mix
 from spark_schemas.model import ModelShape
 from spark_schemas.profile import Profile, ProfileSummary
-from spark_service.builders import BuiltProfile, Inputs, build_profile, revision_of
+from spark_service.build_budget import BuildBudget
+from spark_service.builders import BuiltProfile, Inputs, Member, build_profile, revision_of
 from spark_service.db.store import Store
 from spark_service.db.tallies import Counted, TallyKey
 from spark_service.errors import RequestError, StorageError
@@ -24,6 +26,7 @@ from spark_service.manifests import Budget, build_manifest
 from spark_service.nearest_workloads import GeneralHints, rank_workloads
 from spark_service.tallies import Tallies
 from spark_service.tally import Tally, Window
+from spark_service.windows import Windows
 
 __all__ = ["Catalog"]
 
@@ -43,11 +46,41 @@ class _Latest:
     good_until_seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a profile is asked of: sessions of which model's file, of which workloads, and from when."""
+
+    source: str
+    mix: Mix
+    phase: Phase
+    window: Window
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What was built, by revision and by question, the last used last."""
+
+    remembered: int
+    built: OrderedDict[str, BuiltProfile] = field(default_factory=OrderedDict)
+    latest: OrderedDict[tuple[str, _Asked], _Latest] = field(default_factory=OrderedDict)
+
+    def keep(self, revision: str, question: tuple[str, _Asked], latest: _Latest) -> None:
+        """Remember what answers a question now, in place of what was used longest ago."""
+        self.built[revision] = latest.built
+        self.built.move_to_end(revision)
+        self.latest[question] = latest
+        self.latest.move_to_end(question)
+        for kept in (self.built, self.latest):
+            while len(kept) > self.remembered:
+                kept.popitem(last=False)
+
+
 class Catalog:
     """Builds what is asked for. A revision names the inputs of a profile.
 
     What is given is of all sessions stored, or where building takes long, of those stored a while ago: uploads that
-    never pause must not keep the service building.
+    never pause must not keep the service building. Nor must readers: mixes, and windows other than the service's own,
+    are built within a budget, and never push out of memory what is not theirs.
     """
 
     def __init__(
@@ -55,40 +88,58 @@ class Catalog:
         store: Store,
         *,
         executor: Executor | None = None,
-        window: Callable[[], Window] = Window,
+        windows: Windows | None = None,
         min_sessions: int = 1,
         remembered: int = 32,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Build from the sessions in ``window``, by default all, with ``executor``, by default threads.
+        """Build from the sessions in a window, by default all, with ``executor``, by default threads.
 
         A profile of fewer calibration sessions than ``min_sessions`` is given to nobody: it would show theirs.
         """
         self._store = store
-        self._min_sessions = min_sessions
-        self._window = window
+        self._min_sessions = max(1, min_sessions)
+        self._windows = windows or Windows()
         self._executor = executor or LocalExecutor()
         self._tallies = Tallies(store, self._executor)
-        self._remembered = remembered
-        self._built: OrderedDict[str, BuiltProfile | None] = OrderedDict()
-        self._latest: OrderedDict[tuple[str, str, str, Phase, Window], _Latest] = OrderedDict()
+        self._usual, self._chosen = _Memory(remembered), _Memory(remembered)
         self._clock = clock
+        self._budget = BuildBudget(clock)
         # One build at a time: a second request for the same profile finds it done.
         self._building = threading.Lock()
         self._general = GeneralHints()
 
-    def profile(self, fingerprint: str, workload: str, phase: Phase, sibling: str | None = None) -> Profile:
-        """Return a profile. Raises :class:`RequestError` (404) when there is nothing to build it from."""
+    def profile(
+        self,
+        fingerprint: str,
+        workload: str,
+        phase: Phase,
+        sibling: str | None = None,
+        *,
+        window: Window | None = None,
+    ) -> Profile:
+        """Return the profile of a workload or a mix, in a window that is not the service's own if one is given.
+
+        Raises :class:`RequestError`: 404 when there is nothing to build it from, 429 when it is a mix or in such a
+        window, and too many of those were built lately.
+        """
         shape = self._require_model(fingerprint, sibling, workload)
-        return self._require_built(shape, workload, phase).profile
+        return self._require_built(shape, workload, phase, window).profile
 
     def manifest(
-        self, fingerprint: str, workload: str, phase: Phase, budget: Budget, sibling: str | None = None
+        self,
+        fingerprint: str,
+        workload: str,
+        phase: Phase,
+        budget: Budget,
+        sibling: str | None = None,
+        *,
+        window: Window | None = None,
     ) -> PlacementManifest:
-        """Return a manifest. Raises :class:`RequestError`: 404 as for profiles, 422 for a budget that cannot work."""
+        """Return a manifest. Raises :class:`RequestError`: as for profiles, and 422 for a budget that cannot work."""
         shape = self._require_model(fingerprint, sibling, workload)
-        built = self._require_built(shape, workload, phase)
-        return build_manifest(built.profile, shape, budget, built.held_out())
+        built = self._require_built(shape, workload, phase, window)
+        return build_manifest(built.profile, shape, budget, built.judges)
 
     def summaries(self, fingerprint: str | None, phase: Phase) -> tuple[ProfileSummary, ...]:
         """List every profile that can be pulled; each is built if it is not remembered."""
@@ -106,7 +157,7 @@ class Catalog:
             for shape in self._store.models()
             if fingerprint in (None, shape.fingerprint)
             for workload in self._store.workloads(shape.fingerprint)
-            if (built := self._build(shape, shape.fingerprint, workload, phase)) is not None
+            if (built := self._usual_profile(shape, workload, phase)) is not None
         )
 
     def nearest(self, fingerprint: str, phase: Phase, session: SessionHistogram) -> NearestWorkloads:
@@ -119,51 +170,48 @@ class Catalog:
 
     def _known_profiles(self, shape: ModelShape, phase: Phase) -> dict[str, Profile]:
         names = self._store.workloads(shape.fingerprint)
-        built = {name: self._build(shape, shape.fingerprint, name, phase) for name in names}
+        built = {name: self._usual_profile(shape, name, phase) for name in names}
         return {name: one.profile for name, one in built.items() if one is not None}
 
-    def _build(
-        self,
-        shape: ModelShape,
-        source: str,
-        workload: str,
-        phase: Phase,
-        warnings: Sequence[str] = (),
-    ) -> BuiltProfile | None:
-        """Build or remember a profile from the sessions of ``source``; ``None`` without calibration sessions."""
+    def _usual_profile(self, shape: ModelShape, workload: str, phase: Phase) -> BuiltProfile | None:
+        return self._build(shape, _Asked(shape.fingerprint, Mix.parse(workload), phase, self._windows.own()))
+
+    def _build(self, shape: ModelShape, asked: _Asked, warnings: Sequence[str] = ()) -> BuiltProfile | None:
+        """Build or remember a profile; ``None`` with too few calibration sessions of any of its workloads.
+
+        Raises :class:`RequestError` (429) as :meth:`profile`.
+        """
+        of_a_reader = len(asked.mix.names) > 1 or asked.window != self._windows.own()
+        memory = self._chosen if of_a_reader else self._usual
         with self._building:
-            question = (shape.fingerprint, source, workload, phase, self._window())
-            latest = self._latest.get(question)
+            question = (shape.fingerprint, asked)
+            latest = memory.latest.get(question)
             began_seconds = self._clock()
-            rests = latest is not None and began_seconds < latest.good_until_seconds
-            if latest is not None and rests and latest.deletions == self._store.deletions:
+            if latest is not None and latest.deletions != self._store.deletions:
+                latest = None
+            if latest is not None and began_seconds < latest.good_until_seconds:
                 return latest.built
             while True:
                 deletions = self._store.deletions
-                counted = self._tallies.of(shape if source == shape.fingerprint else self._shape(source), phase)
-                inputs = self._inputs(TallyKey(source, workload, phase), counted, shape)
-                revision = revision_of(shape.fingerprint, workload, phase, inputs)
-                if revision not in self._built:
+                inputs = self._inputs(shape, asked)
+                if not all(self._is_enough(member.tally, asked.window) for member in inputs.members):
+                    return None
+                revision = revision_of(shape.fingerprint, str(asked.mix), asked.phase, inputs)
+                found = memory.built.get(revision)
+                if found is None:
+                    if of_a_reader and latest is not None and self._budget.missing_seconds():
+                        return latest.built
                     try:
-                        built = build_profile(
-                            shape, workload, phase, revision, inputs, self._executor, warnings=warnings
-                        )
+                        found = self._built(shape, asked, revision, inputs, warnings, of_a_reader=of_a_reader)
                     except StorageError:
                         if self._store.deletions == deletions:
                             raise
                         continue  # A file of histograms goes when something in it is deleted.
                     if self._store.deletions != deletions:
                         continue  # Some of what was counted may have been gone when it was to judge.
-                    few = built is not None and built.profile.n_calibration < self._min_sessions
-                    self._built[revision] = None if few else built
-                self._built.move_to_end(revision)
-                found = self._built[revision]
-                if found is not None:
-                    self._latest[question] = _Latest(found, deletions, self._rested(began_seconds))
-                    self._latest.move_to_end(question)
-                for remembered in (self._built, self._latest):
-                    while len(remembered) > self._remembered:
-                        remembered.popitem(last=False)
+                if found is None:
+                    return None
+                memory.keep(revision, question, _Latest(found, deletions, self._rested(began_seconds)))
                 return found
 
     def _rested(self, began_seconds: float) -> float:
@@ -172,11 +220,42 @@ class Catalog:
         took_seconds = ended_seconds - began_seconds
         return ended_seconds + (RESTS_PER_BUILD * took_seconds if took_seconds > QUICK_SECONDS else 0.0)
 
-    def _inputs(self, key: TallyKey, counted: dict[str, Counted], shape: ModelShape) -> Inputs:
+    def _built(
+        self,
+        shape: ModelShape,
+        asked: _Asked,
+        revision: str,
+        inputs: Inputs,
+        warnings: Sequence[str],
+        *,
+        of_a_reader: bool,
+    ) -> BuiltProfile | None:
+        build = partial(
+            build_profile, shape, str(asked.mix), asked.phase, revision, inputs, self._executor, warnings=warnings
+        )
+        if not of_a_reader:
+            return build()
+        self._budget.require()
+        began_seconds = self._clock()
+        try:
+            return build()
+        finally:
+            self._budget.spend(self._clock() - began_seconds)
+
+    def _inputs(self, shape: ModelShape, asked: _Asked) -> Inputs:
+        of = shape if asked.source == shape.fingerprint else self._shape(asked.source)
+        counted = self._tallies.of(of, asked.phase)
         nothing = Counted(Tally(tuple(layer.n_experts for layer in shape.layers)), 0)
-        own = counted.get(key.workload, nothing)
-        others = {name: other.tally for name, other in counted.items() if name != key.workload}
-        return Inputs(own.tally, others, partial(self._tallies.held_out, key, own.number), self._window())
+        members = []
+        for name, weight in asked.mix.members:
+            own = counted.get(name, nothing)
+            held_out = partial(self._tallies.held_out, TallyKey(asked.source, name, asked.phase), own.number)
+            members.append(Member(name, weight, own.tally, held_out))
+        others = {name: other.tally for name, other in counted.items() if name not in asked.mix.names}
+        return Inputs(tuple(members), others, asked.window)
+
+    def _is_enough(self, tally: Tally, window: Window) -> bool:
+        return tally.n_sessions("calibration", window) >= self._min_sessions
 
     def _shape(self, fingerprint: str) -> ModelShape:
         shape = self._store.model(fingerprint)
@@ -187,7 +266,8 @@ class Catalog:
         shape = self._store.model(fingerprint)
         if shape is not None:
             return shape
-        hint = f"record sessions with this model and upload them: spark-agent record MODEL --workload {workload}"
+        name = Mix.parse(workload).names[0]
+        hint = f"record sessions with this model and upload them: spark-agent record MODEL --workload {name}"
         if sibling is not None and (others := self._store.siblings(sibling)):
             hint += f"; other quantisations of it are known, but placement does not carry over: {', '.join(others)}"
         raise RequestError(
@@ -199,17 +279,25 @@ class Catalog:
             hint=hint,
         )
 
-    def _require_built(self, shape: ModelShape, workload: str, phase: Phase) -> BuiltProfile:
-        built = self._build(shape, shape.fingerprint, workload, phase)
-        built = built or self._from_sibling(shape, workload, phase)
-        if built is not None:
-            return built
+    def _require_built(self, shape: ModelShape, workload: str, phase: Phase, window: Window | None) -> BuiltProfile:
+        window = self._windows.own() if window is None else window
+        asked = _Asked(shape.fingerprint, Mix.parse(workload), phase, window)
+        while (built := self._build(shape, asked) or self._from_sibling(shape, asked)) is None:
+            # Each in turn; where none is at fault any more, what was missing has just come.
+            for name in asked.mix.names:
+                self._require_sessions(shape, name, phase, window)
+        return built
+
+    def _require_sessions(self, shape: ModelShape, workload: str, phase: Phase, window: Window) -> None:
+        """Raise :class:`RequestError` (404) where one workload is why there is no profile."""
         known = self._store.workloads(shape.fingerprint)
         if workload not in known:
             raise self._unknown_workload(shape, workload, known, phase)
         counted = self._tallies.of(shape, phase).get(workload)
-        found = counted.tally.votes("calibration", self._window()).n_sessions if counted is not None else 0
-        if found:
+        tally = counted.tally if counted is not None else Tally(tuple(layer.n_experts for layer in shape.layers))
+        found = tally.n_sessions("calibration", window)
+        longer = "" if found == tally.n_sessions("calibration", Window()) else "; or ask for a longer window_days"
+        if 0 < found < self._min_sessions:
             raise RequestError(
                 404,
                 "too_few_sessions",
@@ -217,30 +305,34 @@ class Catalog:
                 field="path.workload",
                 found=str(found),
                 expected=f"at least {self._min_sessions}",
-                hint="upload more sessions of this workload: a profile of so few would show what is in each",
+                hint=f"upload more sessions of this workload: a profile of so few would show what is in each{longer}",
             )
-        held_out = counted.tally.votes("held_out").n_sessions if counted is not None else 0
-        raise RequestError(
-            404,
-            "no_calibration_sessions",
-            f"{workload}: found 0 calibration sessions and {held_out} held-out ones with {phase} counts, "
-            "expected at least 1 calibration session",
-            field="path.workload",
-            found="0 calibration sessions",
-            expected="at least 1",
-            hint="upload more sessions of this workload: about four of five calibrate, the rest judge",
-        )
+        if not found:
+            held_out = tally.n_sessions("held_out", window)
+            raise RequestError(
+                404,
+                "no_calibration_sessions",
+                f"{workload}: found 0 calibration sessions and {held_out} held-out ones with {phase} counts, "
+                "expected at least 1 calibration session",
+                field="path.workload",
+                found="0 calibration sessions",
+                expected="at least 1",
+                hint=f"upload more sessions of this workload: about four of five calibrate, the rest judge{longer}",
+            )
 
-    def _from_sibling(self, shape: ModelShape, workload: str, phase: Phase) -> BuiltProfile | None:
+    def _from_sibling(self, shape: ModelShape, asked: _Asked) -> BuiltProfile | None:
         """A profile from the sessions of another quantisation of the same model: its experts are the same ones."""
-        for other in self._store.siblings(shape.sibling, workload):
+        known = [self._store.siblings(shape.sibling, name) for name in asked.mix.names]
+        for other in known[0]:
+            if not all(other in siblings for siblings in known):
+                continue
             if other == shape.fingerprint or not _same_experts(shape, self._shape(other)):
                 continue
             warning = (
                 f"no sessions of this file: the profile is from sessions of {other}, another quantisation of the same "
                 "model; its experts are the same, but it may choose a little differently"
             )
-            built = self._build(shape, other, workload, phase, [warning])
+            built = self._build(shape, replace(asked, source=other), [warning])
             if built is not None:
                 return built
         return None

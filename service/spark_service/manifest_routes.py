@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from anyio.to_thread import run_sync
-from fastapi import APIRouter, Header, Path, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import ClientDisconnect
 
 from spark_schemas.api import API_PREFIX, ProfileList
-from spark_schemas.ids import MAX_COUNT, Fingerprint, Phase, Revision, SiblingId, WorkloadName
+from spark_schemas.ids import MAX_COUNT, Fingerprint, Phase, Revision, SiblingId
 from spark_schemas.manifest import PlacementManifest
 from spark_schemas.manifest_api import NearestWorkloads, Pin, PinRequest, ServedHistory, ServedManifest
 from spark_schemas.manifest_diff import ManifestDiff
+from spark_schemas.mix import MIX_EXPECTED, MIX_PATTERN, Mix, MixError
 from spark_schemas.profile import Profile
 from spark_schemas.signature import PINNED_HEADER, SIGNATURE_HEADER, SigningKeyInfo
 from spark_service.answers import Answer, AnswerCache
@@ -26,6 +27,8 @@ from spark_service.inflate import BodyLimits, inflate, read_body, require_encodi
 from spark_service.ingest import excerpt, parse_upload, require_json
 from spark_service.served import ServedManifests
 from spark_service.signing import Signer
+from spark_service.tally import Window
+from spark_service.windows import WINDOW_STEPS_DAYS, Windows
 
 __all__ = ["ADMIN_PREFIX", "MAX_PIN_BYTES", "ManifestServices", "manifest_router"]
 
@@ -33,8 +36,35 @@ ADMIN_PREFIX = f"{API_PREFIX}/admin"
 MAX_PIN_BYTES = 4096
 
 _PathFingerprint = Annotated[Fingerprint, Path()]
-_PathWorkload = Annotated[WorkloadName, Path()]
 _IfNoneMatch = Annotated[str | None, Header(description="Entity tags of answers that the client has.")]
+
+
+async def _canonical_mix(
+    workload: Annotated[
+        str,
+        Path(
+            description=f"{MIX_EXPECTED[0].upper()}{MIX_EXPECTED[1:]}. Spellings that mean the same get the same "
+            "answer, under the canonical one: names sorted, weights without a common divisor.",
+            json_schema_extra={"pattern": MIX_PATTERN},
+            examples=["code-heavy", "code-heavy:7+chat:3"],
+        ),
+    ],
+) -> str:
+    try:
+        return str(Mix.parse(workload))
+    except MixError as error:
+        raise RequestError(
+            422,
+            "invalid_parameter",
+            f"path.workload: found {error.found}, expected {error.expected}",
+            field="path.workload",
+            found=error.found,
+            expected=error.expected,
+            hint="e.g. code-heavy, or code-heavy:7+chat:3",
+        ) from error
+
+
+_PathWorkload = Annotated[str, Depends(_canonical_mix)]
 
 
 class _Query(BaseModel):
@@ -49,7 +79,24 @@ class _ListQuery(_Query):
     fingerprint: Fingerprint | None = None
 
 
-class _ProfileQuery(_Query):
+class _WindowQuery(BaseModel):
+    window_days: int | None = Field(
+        None,
+        description="Only sessions received in so many days make and judge the profile; 0: all. The service's own "
+        "setting if left out, which can be named too.",
+        json_schema_extra={"enum": [None, *WINDOW_STEPS_DAYS]},
+    )
+    half_life_days: float | None = Field(
+        None,
+        description="A session is worth half after so many days; 0: always the same. As above if left out.",
+        json_schema_extra={"enum": [None, *WINDOW_STEPS_DAYS]},
+    )
+
+    def chosen(self, windows: Windows) -> Window | None:
+        return windows.chosen(self.window_days, self.half_life_days)
+
+
+class _ProfileQuery(_Query, _WindowQuery):
     sibling: SiblingId | None = Field(None, description="Names the quantisations known of a model that is not.")
 
 
@@ -62,7 +109,7 @@ class _BudgetQuery(_Query):
         return Question(fingerprint, workload, self.phase, self.vram_bytes, self.n_ctx, self.reserve_bytes)
 
 
-class _ManifestQuery(_BudgetQuery):
+class _ManifestQuery(_BudgetQuery, _WindowQuery):
     sibling: SiblingId | None = Field(None, description="Names the quantisations known of a model that is not.")
     revision: Revision | None = Field(None, description="Profile revision of a manifest that was served before.")
 
@@ -81,6 +128,7 @@ class ManifestServices:
     signer: Signer
     answers: AnswerCache
     limits: BodyLimits
+    windows: Windows
 
 
 _SIGNED: dict[int | str, dict[str, Any]] = {
@@ -133,10 +181,11 @@ def _add_reads(router: APIRouter, services: ManifestServices) -> None:
         query: Annotated[_ProfileQuery, Query()],
         if_none_match: _IfNoneMatch = None,
     ) -> Response:
-        """One profile with its held-out curves."""
+        """The profile of a workload or a mix, with its held-out curves."""
 
         def make() -> Answer:
-            profile = services.catalog.profile(fingerprint, workload, query.phase, query.sibling)
+            window = query.chosen(services.windows)
+            profile = services.catalog.profile(fingerprint, workload, query.phase, query.sibling, window=window)
             return Answer.of(profile.model_dump_json().encode())
 
         return answer(request, if_none_match, make)
@@ -151,14 +200,19 @@ def _add_reads(router: APIRouter, services: ManifestServices) -> None:
         query: Annotated[_ManifestQuery, Query()],
         if_none_match: _IfNoneMatch = None,
     ) -> Response:
-        """The placement for a memory budget: the newest, or the pinned one, or with ``revision`` one of the past."""
+        """The placement for a memory budget: the newest, or the pinned one, or with ``revision`` one of the past.
+
+        What is pinned, and what is kept of the past, is of the service's own window: with another one this is the
+        newest of that window.
+        """
         question = query.question(fingerprint, workload)
+        window = query.chosen(services.windows)
         # Before the state is read, because the making of the first key changes it.
         services.signer.info()
         return answer(
             request,
             if_none_match,
-            lambda: services.served.answer(question, sibling=query.sibling, revision=query.revision),
+            lambda: services.served.answer(question, sibling=query.sibling, revision=query.revision, window=window),
         )
 
     @router.get(f"{API_PREFIX}/signing-key")
@@ -172,7 +226,10 @@ def _add_history(router: APIRouter, served: ServedManifests) -> None:
     def history(
         fingerprint: _PathFingerprint, workload: _PathWorkload, query: Annotated[_BudgetQuery, Query()]
     ) -> ServedHistory:
-        """Every distinct manifest that was served for a budget and is still kept, the latest first."""
+        """Every distinct manifest that was served for a budget and is still kept, the latest first.
+
+        What was asked for in a window that is not the service's own is not kept.
+        """
         question = query.question(fingerprint, workload)
         manifests = tuple(
             ServedManifest(
@@ -205,7 +262,10 @@ def _add_history(router: APIRouter, served: ServedManifests) -> None:
     async def pin(
         request: Request, fingerprint: _PathFingerprint, workload: _PathWorkload, query: Annotated[_Query, Query()]
     ) -> Response:
-        """Roll back: serve this profile revision, whatever is newer, until it is unpinned."""
+        """Roll back: serve this profile revision, whatever is newer, until it is unpinned.
+
+        A pin of a workload is none of the mixes with it, and holds for who asks for no other window than the service's.
+        """
         require_json(request.headers.get("content-type"))
         wanted = _pin_request(await _small_body(request))
         await run_sync(served.pin, fingerprint, workload, query.phase, wanted.revision)

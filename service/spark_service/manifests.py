@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,17 +10,17 @@ from numpy.typing import NDArray
 
 from spark_runtime.placement import (
     BudgetTooSmallError,
-    bootstrap_intervals,
     floor_bytes,
     greedy_slots,
     layer_sizes,
+    stratified_intervals,
 )
 from spark_schemas.manifest import PRIOR_SCALE, Expectation, LayerPlacement, PlacementManifest, TierBytes
 from spark_schemas.model import ModelShape
 from spark_schemas.profile import Profile
+from spark_service.builders import Judges
 from spark_service.errors import RequestError
 from spark_service.evaluation import uniform_slots_for
-from spark_service.sessions import Sessions
 from spark_service.trials import Trials, first_experts
 
 __all__ = ["Budget", "build_manifest", "quantised_prior"]
@@ -35,14 +35,13 @@ class Budget:
     reserve_bytes: int = 0
 
 
-def build_manifest(
-    profile: Profile, shape: ModelShape, budget: Budget, held_out: Iterable[Sessions]
-) -> PlacementManifest:
+def build_manifest(profile: Profile, shape: ModelShape, budget: Budget, judges: Sequence[Judges]) -> PlacementManifest:
     """Place a model's experts by a profile within a budget.
 
-    ``expected`` is computed from exactly the hot set that the manifest encodes, on ``held_out``, the sessions that
-    judge the profile; without any it is ``None``. Raises :class:`RequestError` (422) for a context longer than the
-    model's and for a budget below the floor of ``2 * top_k`` slots per layer, with the smallest change that would do.
+    ``expected`` is computed from exactly the hot set that the manifest encodes, on the held-out sessions that judge the
+    profile; without any of one of its workloads it is ``None``. Raises :class:`RequestError` (422) for a context longer
+    than the model's and for a budget below the floor of ``2 * top_k`` slots per layer, with the smallest change that
+    would do.
     """
     if budget.n_ctx > shape.context_length:
         raise RequestError(
@@ -92,7 +91,7 @@ def build_manifest(
             host_experts=shape.expert_bytes_total,
             disk=0,
         ),
-        expected=_expectation(shape, layers, slot_bytes, held_out),
+        expected=_expectation(shape, layers, slot_bytes, judges),
         verdict=profile.verdict,
         verdict_reason=profile.verdict_reason,
         n_calibration=profile.n_calibration,
@@ -107,16 +106,21 @@ def quantised_prior(share: NDArray[np.float64]) -> tuple[int, ...]:
 
 
 def _expectation(
-    shape: ModelShape, layers: Sequence[LayerPlacement], slot_bytes: int, held_out: Iterable[Sessions]
+    shape: ModelShape, layers: Sequence[LayerPlacement], slot_bytes: int, judges: Sequence[Judges]
 ) -> Expectation | None:
     sizes = layer_sizes(shape)
     uniform = first_experts(uniform_slots_for(sizes, slot_bytes))
     trials = Trials.of(sizes, [[np.array(layer.hot_set) for layer in layers], uniform], (), ())
-    rates = [trials.judge(batch).static for batch in held_out if len(batch)]
-    if not rates:
+    strata = []
+    for one in judges:
+        rates = [trials.judge(batch).static for batch in one.held_out() if len(batch)]
+        if not rates:
+            return None
+        # Sorted, so that the order of batches changes no bit of a mean.
+        strata.append(np.sort(np.concatenate(rates), axis=0))
+    if not strata:
         return None
-    # Sorted, so that the order of batches changes no bit of a mean.
-    own, even = bootstrap_intervals(np.sort(np.concatenate(rates), axis=0))
+    own, even = stratified_intervals(strata, [one.weight for one in judges])
     return Expectation(
         cold_hit_rate=own.mean,
         low=own.low,

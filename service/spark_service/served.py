@@ -1,4 +1,8 @@
-"""Manifests as they are served: the newest, a pinned one, or one of the past; each signed, each new one recorded."""
+"""Manifests as they are served: the newest, a pinned one, or one of the past; each signed, each new one recorded.
+
+History and pins are of the service's own window. Whoever chooses another one asks another question: the answer is what
+that window gives now, whatever is pinned, and is not recorded.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,7 @@ from spark_service.db.store import Store
 from spark_service.errors import RequestError, StorageError
 from spark_service.manifests import Budget, build_manifest
 from spark_service.signing import Signer
+from spark_service.tally import Window
 
 __all__ = ["ServedManifests", "profile_of"]
 
@@ -45,12 +50,25 @@ class ServedManifests:
         # By what they are made from: a write to another workload must not cost this one its bytes.
         self._built: ByteCache[tuple[str, Question], bytes] = ByteCache(cache_bytes)
 
-    def answer(self, question: Question, *, sibling: str | None = None, revision: str | None = None) -> Answer:
+    def answer(
+        self,
+        question: Question,
+        *,
+        sibling: str | None = None,
+        revision: str | None = None,
+        window: Window | None = None,
+    ) -> Answer:
         """The signed manifest for a question: at a revision, or the pinned one, or the newest.
 
-        Raises :class:`RequestError`: 404 for what is unknown, 422 for a budget that cannot work.
+        A ``window`` is one that is not the service's own: it has a newest alone. Raises :class:`RequestError`: 404 for
+        what is unknown, 422 for a budget that cannot work and for a revision in such a window, 429 for too many builds.
         """
-        body = self._at(question, revision) if revision is not None else self._current(question, sibling)
+        if window is not None:
+            body = self._in_window(question, sibling, revision, window)
+        elif revision is not None:
+            body = self._at(question, revision)
+        else:
+            body = self._current(question, sibling)
         headers = {SIGNATURE_HEADER: self._signer.sign(body.content).header()}
         if body.pinned is not None:
             headers[PINNED_HEADER] = body.pinned
@@ -108,6 +126,27 @@ class ServedManifests:
         manifest = self._catalog.manifest(question.fingerprint, question.workload, question.phase, budget, sibling)
         return _Body(self._keep(question, manifest, deletions))
 
+    def _in_window(self, question: Question, sibling: str | None, revision: str | None, window: Window) -> _Body:
+        if revision is not None:
+            raise RequestError(
+                422,
+                "invalid_parameter",
+                "query.revision: found one together with a window, expected a revision alone: what was served is kept "
+                "for the service's own window",
+                field="query.revision",
+                found=revision,
+                expected="no window_days and half_life_days beside it",
+                hint="leave out window_days and half_life_days",
+            )
+        name = (question.fingerprint, question.workload, question.phase)
+        profile = self._catalog.profile(*name, sibling, window=window)
+        held = self._built.get((profile.revision, question))
+        if held is not None:
+            return _Body(held)
+        budget = Budget(question.vram_bytes, question.n_ctx, question.reserve_bytes)
+        manifest = self._catalog.manifest(*name, budget, sibling, window=window)
+        return _Body(self._remember(question, manifest))
+
     def _pinned_body(self, question: Question, revision: str) -> bytes | None:
         """The pinned revision for this budget: as it was served, or placed anew from the prior of another budget's.
 
@@ -134,7 +173,12 @@ class ServedManifests:
             # A full disk must not keep anyone from reading; the next one that builds it tries again.
             log.warning("manifest of %s not recorded for rollback: %s", question.workload, error)
         else:
-            self._built.put((manifest.profile_revision, question), body, len(body) + ENTRY_BYTES)
+            self._remember(question, manifest)
+        return body
+
+    def _remember(self, question: Question, manifest: PlacementManifest) -> bytes:
+        body = manifest.model_dump_json().encode()
+        self._built.put((manifest.profile_revision, question), body, len(body) + ENTRY_BYTES)
         return body
 
 

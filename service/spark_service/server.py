@@ -23,7 +23,7 @@ from spark_service.keyring import Keyring
 from spark_service.local_only import LocalOnly
 from spark_service.segment_mover import segment_mover
 from spark_service.settings import Settings
-from spark_service.tally import sliding
+from spark_service.windows import Windows
 
 __all__ = ["bind", "serve"]
 
@@ -85,7 +85,7 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
                 cache_bytes=settings.read_cache_bytes,
                 executor=executor,
                 min_sessions=settings.min_sessions,
-                window=sliding(settings.window_days, settings.half_life_days),
+                windows=Windows(settings.window_days, settings.half_life_days),
             )
             watch = DriftWatch(store, min_sessions=settings.min_sessions)
             if settings.open_access:

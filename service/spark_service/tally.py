@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, date, datetime
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -18,7 +17,7 @@ from spark_runtime.votes import Votes
 from spark_schemas.ids import Split
 from spark_service.sessions import Sessions
 
-__all__ = ["DayTally", "Tally", "Window", "sliding", "tally_of"]
+__all__ = ["DayTally", "Tally", "Window", "tally_of"]
 
 _FORMAT = 1
 _SIDES: tuple[Split, ...] = ("calibration", "held_out")
@@ -54,13 +53,6 @@ class Window:
         if self.days and age >= self.days:
             return 0.0
         return float(0.5 ** (age / self.half_life_days)) if self.half_life_days else 1.0
-
-
-def sliding(days: int, half_life_days: float) -> Callable[[], Window]:
-    """The window as of whatever day it is asked for; where neither bound is set, all days are the same."""
-    if not days and not half_life_days:
-        return Window
-    return lambda: Window((datetime.now(UTC).date() - date(1970, 1, 1)).days, days, half_life_days)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +105,10 @@ class Tally:
             self.n_experts,
             {side: {one: tally for one, tally in days.items() if one >= day} for side, days in self.sides.items()},
         )
+
+    def n_sessions(self, side: Split, window: Window) -> int:
+        """How many sessions of a side are in a window."""
+        return sum(tally.votes.n_sessions for day, tally in self.sides[side].items() if window.factor(day))
 
     def identity(self, side: Split, window: Window | None = None) -> int:
         """What a side is made of, within a window: changes when a session comes, goes or grows."""

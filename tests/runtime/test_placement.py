@@ -15,6 +15,7 @@ from spark_runtime.placement import (
     BudgetTooSmallError,
     LayerSizes,
     bootstrap_interval,
+    bootstrap_intervals,
     cold_hit_rates,
     floor_bytes,
     frequencies,
@@ -23,7 +24,9 @@ from spark_runtime.placement import (
     layer_sizes,
     residency_budget,
     shares,
+    stratified_intervals,
     uniform_slots,
+    weighted_mean,
 )
 from spark_schemas.model import ModelShape
 
@@ -162,6 +165,57 @@ def test_interval_of_many_sessions_is_narrow_and_bounded_in_memory() -> None:
     interval = bootstrap_interval(np.random.default_rng(0).uniform(size=10_000).tolist())
     error = 1.96 * (1 / 12) ** 0.5 / 100
     assert interval.high - interval.low == pytest.approx(2 * error, rel=0.1)
+
+
+def plain_bootstrap(values: np.ndarray, resamples: int = 2000) -> list[tuple[float, float, float]]:
+    """The bootstrap over the sessions of one workload, written down once more."""
+    rng = np.random.default_rng(0)
+    count = len(values)
+    drawn = rng.integers(0, count, size=(resamples, count)) + count * np.arange(resamples)[:, None]
+    times = np.bincount(drawn.ravel(), minlength=resamples * count).reshape(resamples, count)
+    means = np.clip(times @ values / count, values.min(axis=0), values.max(axis=0))
+    low, high = np.quantile(means, [0.025, 0.975], axis=0)
+    return list(zip(values.mean(axis=0).tolist(), low.tolist(), high.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("n_sessions", [2, 3, 17, 200])
+def test_one_stratum_is_the_plain_bootstrap_to_the_bit(n_sessions: int) -> None:
+    values = np.random.default_rng(n_sessions).uniform(size=(n_sessions, 7))
+    expected = plain_bootstrap(values)
+    for found in (bootstrap_intervals(values), stratified_intervals([values], [1])):
+        assert [(one.mean, one.low, one.high) for one in found] == expected
+
+
+def test_strata_are_averaged_first_and_resampled_among_themselves() -> None:
+    rng = np.random.default_rng(5)
+    many, few = rng.normal(0.2, 0.05, size=(4000, 1)), rng.normal(0.6, 0.05, size=(40, 1))
+    [found] = stratified_intervals([many, few], [1, 3])
+    assert found.mean == pytest.approx((many.mean() + 3 * few.mean()) / 4, abs=1e-15)
+    # 1.96 standard errors of the weighted mean of two independent means.
+    error = 1.96 * (many.var() / 4000 / 16 + 9 * few.var() / 40 / 16) ** 0.5
+    assert found.high - found.low == pytest.approx(2 * error, rel=0.1)
+    assert found.low < found.mean < found.high
+    # How many sessions a stratum has is not its weight.
+    [again] = stratified_intervals([np.tile(many, (2, 1)), few], [1, 3])
+    assert again.mean == pytest.approx(found.mean, abs=1e-12)
+
+
+def test_a_stratum_without_sessions_gives_no_interval() -> None:
+    two, one = np.array([[0.1], [0.3]]), np.array([[0.5]])
+    [found] = stratified_intervals([two, one], [1, 1])
+    assert (found.mean, found.low, found.high) == (0.35, 0.0, 1.0)
+    with pytest.raises(ValueError, match="no values"):
+        stratified_intervals([two, np.zeros((0, 1))], [1, 1])
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 1), st.integers(1, 1000)), min_size=1, max_size=8))
+def test_a_weighted_mean_of_rates_is_a_rate(rows: list[tuple[float, int]]) -> None:
+    values, weights = [np.array([rate]) for rate, _ in rows], [weight for _, weight in rows]
+    [found] = weighted_mean(values, weights)
+    assert 0.0 <= found <= 1.0
+    assert found == pytest.approx(np.average([rate for rate, _ in rows], weights=weights), abs=1e-12)
+    assert weighted_mean(values[:1], [1])[0] == rows[0][0]
 
 
 @pytest.mark.skipif(not REAL.exists(), reason="real routing data is not beside this checkout")

@@ -14,7 +14,7 @@ from spark_runtime.placement import (
 )
 from spark_runtime.recency import RecencyOrder
 from spark_schemas.profile import CurvePoint
-from spark_service.evaluation import RESIDENCIES, Evaluation, Plan, uniform_slots_for
+from spark_service.evaluation import RESIDENCIES, Evaluation, Plan, Stratum, uniform_slots_for
 from spark_service.sessions import Rows, SessionPart, Sessions, merge_parts, merge_rows
 from spark_service.tally import tally_of
 from spark_service.trials import Trials, first_experts, joined
@@ -32,12 +32,13 @@ def evaluate(
     sessions = merge_parts(judges) if isinstance(judges, list) else judges
     sizes = [layer.n_experts for layer in layers]
     if sessions is None or not len(sessions):
-        return Plan.of(layers, "code", own, others, own).evaluate(None, n_calibration)
+        return Plan.of(layers, {"code": own}, own, others, own).evaluate([Stratum("code", 1, n_calibration, 0, None)])
     # Judged one by one, in reverse.
     oracle = frequencies_without_prior(sizes, sessions)
-    plan = Plan.of(layers, "code", own, others, oracle)
+    plan = Plan.of(layers, {"code": own}, own, others, oracle)
     singly = [sessions.where(np.arange(len(sessions)) == index) for index in range(len(sessions))]
-    return plan.evaluate(joined([plan.trials.judge(one) for one in singly[::-1]]), n_calibration)
+    rates = joined([plan.trials.judge(one) for one in singly[::-1]])
+    return plan.evaluate([Stratum("code", 1, n_calibration, len(sessions), rates)])
 
 
 def frequencies_without_prior(sizes: list[int], sessions: Sessions) -> Any:

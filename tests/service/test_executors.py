@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spark_service.builders import Inputs, build_profile, tally_batches
+from spark_schemas.mix import Mix
+from spark_service.builders import Inputs, Member, build_profile, tally_batches
 from spark_service.executors import Executor, LocalExecutor, RayExecutor, executor_for
 from spark_service.sessions import Sessions, merge_parts
 
@@ -69,20 +70,25 @@ def split(sessions: Sessions, size: int) -> list[Sessions]:
     return [sessions.where((indices >= start) & (indices < start + size)) for start in range(0, len(sessions), size)]
 
 
-def test_profiles_have_the_same_bits_wherever_they_are_built(executor: Executor, make: Any) -> None:
+@pytest.mark.parametrize("workload", ["code", "chat:3+code:7"])
+def test_profiles_have_the_same_bits_wherever_they_are_built(executor: Executor, make: Any, workload: str) -> None:
     shape = make.shape()
     parts = {
         "code": make.parts(shape, make.sessions(shape, 6, 5)),
         "chat": make.parts(shape, make.sessions(shape, taste=3)),
     }
-    inputs = Inputs.of_parts(shape, "code", parts)
-    expected = build_profile(shape, "code", "decode", "0" * 64, inputs)
-    sessions = merge_parts(parts["code"])
-    assert sessions is not None
-    batches = split(sessions, 2)[::-1]
-    own = tally_batches([layer.n_experts for layer in shape.layers], batches, executor)
-    judges = [batch.where(batch.held_out) for batch in batches]
-    here = build_profile(shape, "code", "decode", "0" * 64, Inputs(own, inputs.others, partial(list, judges)), executor)
+    inputs = Inputs.of_parts(shape, workload, parts)
+    expected = build_profile(shape, workload, "decode", "0" * 64, inputs)
+    members = []
+    for name, weight in Mix.parse(workload).members:
+        sessions = merge_parts(parts[name])
+        assert sessions is not None
+        batches = split(sessions, 2)[::-1]
+        tally = tally_batches([layer.n_experts for layer in shape.layers], batches, executor)
+        judges = [batch.where(batch.held_out) for batch in batches]
+        members.append(Member(name, weight, tally, partial(list, judges)))
+    batched = Inputs(tuple(members), inputs.others)
+    here = build_profile(shape, workload, "decode", "0" * 64, batched, executor)
     assert expected is not None
     assert here is not None
     assert here.profile.model_dump_json() == expected.profile.model_dump_json()

@@ -38,7 +38,7 @@ def built(make: Any, shape: ModelShape) -> BuiltProfile:
 
 
 def manifest(built: BuiltProfile, shape: ModelShape, vram_bytes: int, n_ctx: int = 100, reserve: int = 0) -> Any:
-    return build_manifest(built.profile, shape, Budget(vram_bytes, n_ctx, reserve), built.held_out())
+    return build_manifest(built.profile, shape, Budget(vram_bytes, n_ctx, reserve), built.judges)
 
 
 def refusal(
@@ -51,7 +51,7 @@ def refusal(
 
 def test_the_expectation_is_that_of_the_encoded_hot_set(built: BuiltProfile, shape: ModelShape) -> None:
     made: PlacementManifest = manifest(built, shape, FIXED + 2000)
-    [judges] = built.held_out()
+    [judges] = built.judges[0].held_out()
     counts = by_layer(judges.counts, [layer.n_experts for layer in shape.layers])
     rates = cold_hit_rates(counts, [np.array(layer.hot_set) for layer in made.layers])
     assert made.expected is not None

@@ -34,13 +34,13 @@ def test_own_beats_uniform_and_the_oracle_beats_own(make: Any) -> None:
         parts.append(SessionPart(str(index), "cs", session_hash, int(layers[0].sum()) // 4, layers, None))
     built = build_profile(shape, "cs", "decode", "0" * 64, Inputs.of_parts(shape, "cs", {"cs": parts}))
     assert built is not None
-    judges = [session_hash for batch in built.held_out() for session_hash in batch.hashes]
+    judges = [session_hash for batch in built.judges[0].held_out() for session_hash in batch.hashes]
     assert {split_of(session_hash) for session_hash in judges} == {"held_out"}
     rates = {(point.policy, point.residency): point.cold_hit_rate for point in built.profile.curves}
     for residency in (0.3, 0.6, 0.8):
         assert rates["oracle", residency] <= rates["own", residency] + 1e-12
         assert rates["own", residency] < rates["uniform", residency]
     assert rates["uniform", 0.6] == pytest.approx(0.4, abs=0.05)
-    manifest = build_manifest(built.profile, shape, Budget(1200 + shape.expert_bytes_total // 2, 100), built.held_out())
+    manifest = build_manifest(built.profile, shape, Budget(1200 + shape.expert_bytes_total // 2, 100), built.judges)
     assert manifest.expected is not None
     assert manifest.expected.cold_hit_rate < manifest.expected.uniform_cold_hit_rate

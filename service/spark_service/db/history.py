@@ -1,7 +1,7 @@
 """Manifests that were served: kept as the bytes that were signed, bounded per question, found again by revision.
 
-A manifest adds up many sessions' counts. Those of a workload that a deleted session belonged to are forgotten with the
-session, so that no rollback releases its counts again.
+A manifest adds up many sessions' counts. Those of a workload that a deleted session belonged to, and of every mix with
+that workload, are forgotten with the session, so that no rollback releases its counts again.
 """
 
 from __future__ import annotations
@@ -20,17 +20,20 @@ from spark_service.errors import StorageError
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-__all__ = ["MAX_PER_PROFILE", "ManifestHistory", "Question", "Served", "body_of", "forget_session"]
+__all__ = ["MAX_OF_MIXES", "MAX_PER_PROFILE", "ManifestHistory", "Question", "Served", "body_of", "forget_session"]
 
 MAX_PER_PROFILE = 1000
 """Manifests of one profile over all budgets: whoever asks for ever new budgets must not fill the disk."""
+MAX_OF_MIXES = 1000
+"""Manifests of all mixes of a model in a phase: nor must whoever asks for ever new mixes."""
 _KEY = "fingerprint = ? AND workload = ? AND phase = ? AND vram_bytes = ? AND n_ctx = ? AND reserve_bytes = ?"
 _PROFILE = "fingerprint = ? AND workload = ? AND phase = ?"
+_MIXES = "fingerprint = ? AND contains(workload, '+') AND phase = ?"
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a manifest answers: a profile's name and a memory budget, bytes and tokens."""
+    """What a manifest answers: a profile's name (``workload`` may be a mix) and a memory budget, bytes and tokens."""
 
     fingerprint: str
     workload: str
@@ -91,12 +94,17 @@ class ManifestHistory:
                 [*astuple(question), revision, sha256, len(body), zstandard.ZstdCompressor().compress(body)],
             )
             name = [question.fingerprint, question.workload, question.phase]
-            for of, values, kept in ((_KEY, list(astuple(question)), self._kept), (_PROFILE, name, MAX_PER_PROFILE)):
+            bounds = [(_KEY, list(astuple(question)), self._kept), (_PROFILE, name, MAX_PER_PROFILE)]
+            if "+" in question.workload:
+                bounds.append((_MIXES, [question.fingerprint, question.phase], MAX_OF_MIXES))
+            for of, values, kept in bounds:
                 cursor.execute(
                     f"DELETE FROM manifests WHERE {of} AND sequence NOT IN "  # noqa: S608
                     f"(SELECT sequence FROM manifests WHERE {of} ORDER BY sequence DESC LIMIT ?) "
-                    f"AND revision NOT IN (SELECT revision FROM manifest_pins WHERE {_PROFILE})",
-                    [*values, *values, kept, *name],
+                    "AND NOT EXISTS (FROM manifest_pins AS pin WHERE pin.fingerprint = manifests.fingerprint "
+                    "AND pin.workload = manifests.workload AND pin.phase = manifests.phase "
+                    "AND pin.revision = manifests.revision)",
+                    [*values, *values, kept],
                 )
         return True
 
@@ -176,13 +184,21 @@ class ManifestHistory:
 
 
 def forget_session(cursor: duckdb.DuckDBPyConnection, session_hash: str) -> None:
-    """Forget every manifest of a workload that a session is part of, and its pin; call before its rows are removed."""
-    for table in ("manifests", "manifest_pins"):
-        cursor.execute(
-            f"DELETE FROM {table} WHERE (fingerprint, workload) IN "  # noqa: S608
-            "(SELECT (fingerprint, workload) FROM parts WHERE session_hash = ?)",
-            [session_hash],
-        )
+    """Forget every manifest of a workload that a session is part of, and its pin; call before its rows are removed.
+
+    A mix is of all its workloads.
+    """
+    found = cursor.execute(
+        "SELECT fingerprint, list(DISTINCT workload) FROM parts WHERE session_hash = ? GROUP BY fingerprint",
+        [session_hash],
+    ).fetchall()
+    for fingerprint, workloads in found:
+        for table in ("manifests", "manifest_pins"):
+            cursor.execute(
+                f"DELETE FROM {table} WHERE fingerprint = ? AND list_has_any(?, "  # noqa: S608
+                "list_transform(string_split(workload, '+'), lambda member: string_split(member, ':')[1]))",
+                [fingerprint, workloads],
+            )
 
 
 def _deletions(cursor: duckdb.DuckDBPyConnection) -> int:
