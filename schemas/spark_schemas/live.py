@@ -7,7 +7,8 @@ from typing import Annotated
 from pydantic import Field
 
 from spark_schemas.base import Schema
-from spark_schemas.ids import MAX_COUNT, Count, Revision, WorkloadName
+from spark_schemas.ids import MAX_COUNT, Count, Revision
+from spark_schemas.mix import ProfileName
 
 __all__ = ["LiveMisses", "LiveProfile"]
 
@@ -15,8 +16,8 @@ __all__ = ["LiveMisses", "LiveProfile"]
 class LiveProfile(Schema):
     """The placement manifest that a session's slots were started from and primed by."""
 
-    workload: WorkloadName
-    """Whose profile it is; the session itself may be counted under another."""
+    workload: ProfileName
+    """What its profile is of, a workload or a mix; the session itself may be counted under another."""
     revision: Revision
     """Of the profile."""
     vram_budget_bytes: Count

@@ -84,7 +84,7 @@ def read_canonical(raw: bytes) -> PackedUpload | None:
     packed = []
     for session, text, read, live in zip(sessions, _session_texts(tail), phases, lives, strict=True):
         session_hash, split = session["session_hash"], split_of(session["session_hash"])
-        if read is None or session["split"] != split or (live is None) != ("live" not in session):
+        if read is None or session.get("split") != split or (live is None) != ("live" not in session):
             return None
         # The content is that of the counts alone, which come first.
         counts = text if live is None else text[: text.index(_LIVE)] + b"}"

@@ -202,6 +202,7 @@ _SESSION = '{"session_hash"'
         ('"distances":[', '"distances":[1,'),
         ('"block":1', '"block":4'),
         ('"split":"calibration"', '"split":"held_out"'),
+        ('"split":', '"spl1it":'),
         ('"split":"calibration"', '"split":"calib,ration"'),
         ('"workload":"code"', '"workload":"code\\n"'),
         ('"workload":"code"', '"workload":"-code"'),
