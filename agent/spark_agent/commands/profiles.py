@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from spark_agent.commands.live_lines import live_lines
 from spark_agent.commands.profile_diff import diff_command
 from spark_agent.context import AgentContext
 from spark_agent.errors import UsageError
@@ -158,7 +159,7 @@ def list_command(service: Service = None, json: Json = False) -> None:
     context.output.result(
         {"profiles": [profile.model_dump(mode="json") for profile in profiles]},
         lambda: context.output.table(
-            ["workload", "phase", "model", "fingerprint", "calibration", "held out", "verdict"],
+            ["workload", "phase", "model", "fingerprint", "calibration", "held out", "verdict", "traffic"],
             [
                 [
                     profile.workload,
@@ -168,6 +169,7 @@ def list_command(service: Service = None, json: Json = False) -> None:
                     profile.n_calibration,
                     profile.n_held_out,
                     profile.verdict or "none yet",
+                    "" if profile.drift is None else profile.drift.state,
                 ]
                 for profile in profiles
             ],
@@ -202,6 +204,10 @@ def show_command(
     context.output.result(
         {
             "curves": [point.model_dump(mode="json") for point in profile.curves],
+            "live": [point.model_dump(mode="json") for point in profile.live],
+            "live_comparisons": [one.model_dump(mode="json") for one in profile.live_comparisons],
+            "drift": None if profile.drift is None else profile.drift.model_dump(mode="json"),
+            "warnings": list(profile.warnings),
             "n_calibration": profile.n_calibration,
             "n_held_out": profile.n_held_out,
             "verdict": profile.verdict,
@@ -214,6 +220,10 @@ def show_command(
         f"from {counted(profile.n_calibration, 'session')}, judged on {counted(profile.n_held_out, 'other')}"
     )
     context.output.info(f"verdict: {profile.verdict or 'none yet'}: {profile.verdict_reason}")
+    for line in live_lines(profile):
+        context.output.info(line)
+    for warning in profile.warnings:
+        context.output.warning(warning)
 
 
 def _cell(point: CurvePoint | None) -> str:
