@@ -122,12 +122,15 @@ class ServiceClient:
         phase: str,
         sibling: str | None = None,
         revision: str | None = None,
+        window_days: int | None = None,
+        half_life_days: float | None = None,
         etag: str | None = None,
     ) -> ManifestAnswer:
         """Return the placement for a budget of ``vram_bytes``, of an earlier profile revision if one is named.
 
-        ``sibling`` lets the service name other quantisations of an unknown model. With ``etag`` the answer may be that
-        nothing has changed.
+        ``workload`` may be a mix, in its canonical spelling. ``sibling`` lets the service name other quantisations of
+        an unknown model. Bounds of the window that are left out are the service's own. With ``etag`` the answer may be
+        that nothing has changed.
         """
         params = {
             "vram_bytes": str(vram_bytes),
@@ -136,6 +139,7 @@ class ServiceClient:
             "phase": phase,
         }
         params |= {name: value for name, value in (("sibling", sibling), ("revision", revision)) if value is not None}
+        params |= _window_params(window_days, half_life_days)
         headers = {} if etag is None else {"If-None-Match": etag}
         path = f"/manifests/{quote(fingerprint, safe='')}/{quote(workload, safe='')}"
         answer = self._call("GET", path, params=params, headers=headers)
@@ -165,10 +169,19 @@ class ServiceClient:
         params = {} if fingerprint is None else {"fingerprint": fingerprint}
         return self._parse(ProfileList, self._call("GET", "/profiles", params=params))
 
-    def profile(self, fingerprint: str, workload: str, phase: str) -> Profile:
-        """Return one profile with its held-out curves."""
+    def profile(
+        self,
+        fingerprint: str,
+        workload: str,
+        phase: str,
+        *,
+        window_days: int | None = None,
+        half_life_days: float | None = None,
+    ) -> Profile:
+        """Return one profile with its held-out curves; names and windows as for manifests."""
         path = f"/profiles/{quote(fingerprint, safe='')}/{quote(workload, safe='')}"
-        found = self._parse(Profile, self._call("GET", path, params={"phase": phase}))
+        params = {"phase": phase} | _window_params(window_days, half_life_days)
+        found = self._parse(Profile, self._call("GET", path, params=params))
         got, asked = (found.fingerprint, found.workload, found.phase), (fingerprint, workload, phase)
         if got != asked:
             raise self._bad_answer(f"a profile for {got}, expected one for {asked}")
@@ -289,6 +302,11 @@ class ServiceClient:
             f"the peer at {self.base_url} does not answer as a calibration service: found {found}",
             hint=hint or "check that the address is a calibration service",
         )
+
+
+def _window_params(window_days: int | None, half_life_days: float | None) -> dict[str, str]:
+    bounds = (("window_days", window_days), ("half_life_days", half_life_days))
+    return {name: f"{days:.15g}" for name, days in bounds if days is not None}
 
 
 def _problem(answer: _Answer) -> Problem | None:

@@ -1,4 +1,4 @@
-"""Manifests on this machine: pulled ones by model and workload, and any file a person names.
+"""Manifests on this machine: pulled ones by model and workload or mix, and any file a person names.
 
 A manifest is kept as the bytes that were signed, with the signature: in one file where the agent keeps it, so that a
 crash never parts them; beside each other (``FILE`` and ``FILE.sig``) where a person asked for a file to pass on.
@@ -7,6 +7,7 @@ crash never parts them; beside each other (``FILE`` and ``FILE.sig``) where a pe
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from spark_agent.files import replacing
 from spark_agent.paths import manifests_dir
 from spark_agent.signatures import SignedBy
 from spark_agent.trust import ManifestTrust
-from spark_agent.workload_name import check_workload_name
+from spark_agent.workload_name import check_profile_name
 from spark_schemas.manifest import PlacementManifest
 
 __all__ = ["Known", "ManifestStore", "PullKey", "find_manifest", "load_manifest", "save_manifest"]
@@ -25,6 +26,8 @@ __all__ = ["Known", "ManifestStore", "PullKey", "find_manifest", "load_manifest"
 _OWN_MODE = 0o600
 _SHARED_MODE = 0o644
 """Of a file that a person asked for by name, to pass on: a manifest says nothing about anybody's sessions."""
+_MAX_STEM = 200
+"""Characters of a file's name before .json; file systems take 255 bytes, and those written beside it have more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,9 @@ class PullKey:
     vram_bytes: int
     n_ctx: int
     reserve_bytes: int
+    window_days: int | None = None
+    half_life_days: float | None = None
+    """``None``: the service's own setting, whatever it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,8 @@ class _Pulled(BaseModel):
     vram_bytes: int
     n_ctx: int
     reserve_bytes: int
+    window_days: int | None = None
+    half_life_days: float | None = None
     etag: str | None
     signed: SignedBy | None
     content: str
@@ -70,7 +78,14 @@ class _Pulled(BaseModel):
             content,
             self.etag,
             self.signed,
-            PullKey(self.service_url, self.vram_bytes, self.n_ctx, self.reserve_bytes),
+            PullKey(
+                self.service_url,
+                self.vram_bytes,
+                self.n_ctx,
+                self.reserve_bytes,
+                self.window_days,
+                self.half_life_days,
+            ),
         )
 
 
@@ -120,31 +135,31 @@ def save_manifest(path: Path, content: bytes, signed: SignedBy | None) -> None:
 
 
 def find_manifest(named: str, fingerprint: str) -> PlacementManifest:
-    """The manifest in a file, or the one that was pulled under a workload's name for a model; its signature is checked.
+    """The manifest in a file, or the one pulled under the name of a workload or a mix; its signature is checked.
 
-    Raises :class:`SparkError` when there is none, :class:`UsageError` for a name that no workload can have,
+    Raises :class:`SparkError` when there is none, :class:`UsageError` for a name that neither can have,
     :class:`RefusedError` as :func:`load_manifest`.
     """
     file = Path(named)
     if file.is_file() or file.suffix or file.name != named:
         return load_manifest(file)
-    check_workload_name(named, option="--manifest")
-    found = ManifestStore(manifests_dir()).find(fingerprint, named)
+    name = check_profile_name(named, option="--manifest")
+    found = ManifestStore(manifests_dir()).find(fingerprint, name)
     if found is None:
-        raise SparkError(f"no profile {named!r} was pulled for this model", f"spark pull-profile {named}")
+        raise SparkError(f"no profile {name!r} was pulled for this model", f"spark pull-profile {name}")
     _check(found, ManifestTrust.of_this_machine())
     return found.manifest
 
 
 class ManifestStore:
-    """Pulled manifests, one per (model, workload): the latest question's answer."""
+    """Pulled manifests, one per model and workload or mix (in its canonical spelling): the latest question's answer."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def path(self, fingerprint: str, workload: str) -> Path:
         """Where a pulled manifest is kept."""
-        return self._folder / fingerprint / f"{workload}.json"
+        return self._folder / fingerprint / f"{_file_stem(workload)}.json"
 
     def find(self, fingerprint: str, workload: str) -> Known | None:
         """The pulled manifest of a model and workload, if there is a readable one; its signature is not checked."""
@@ -183,6 +198,8 @@ class ManifestStore:
             vram_bytes=key.vram_bytes,
             n_ctx=key.n_ctx,
             reserve_bytes=key.reserve_bytes,
+            window_days=key.window_days,
+            half_life_days=key.half_life_days,
             # A peer's header: what could not be sent back is not kept.
             etag=etag if etag is not None and etag.isascii() and etag.isprintable() else None,
             signed=signed,
@@ -190,6 +207,15 @@ class ManifestStore:
         )
         _write(path, pulled.model_dump_json().encode(), _OWN_MODE)
         return path
+
+
+def _file_stem(workload: str) -> str:
+    """A file's name for a workload or mix, different for each: not every system takes colons, none takes any length."""
+    stem = workload.replace(":", "_")  # which no name has
+    if len(stem) > _MAX_STEM:
+        digest = hashlib.sha256(stem.encode()).hexdigest()
+        stem = f"{stem[: _MAX_STEM - len(digest) - 1]}_{digest}"
+    return stem
 
 
 def _check(known: Known, trust: ManifestTrust) -> None:

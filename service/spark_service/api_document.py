@@ -11,11 +11,13 @@ from pydantic.json_schema import models_json_schema
 from spark_schemas.api import API_PREFIX, PROBLEM_MEDIA_TYPE, Problem
 from spark_schemas.histogram import MAX_SESSIONS_PER_UPLOAD, HistogramUpload
 from spark_schemas.ids import MAX_COUNT
+from spark_schemas.mix import MIX_EXPECTED
 from spark_schemas.split import split_of
 from spark_service.admin import REQUEST_BODIES
 from spark_service.auth import add_security
 from spark_service.inflate import ENCODINGS, BodyLimits
 from spark_service.ingest import MAX_KEY_LENGTH
+from spark_service.windows import WINDOW_STEPS_DAYS
 
 __all__ = ["PROBLEM_CODES", "UPLOAD_EXTRA", "example_upload", "install_document"]
 
@@ -113,6 +115,7 @@ def example_upload() -> dict[str, Any]:
 def _description() -> str:
     limits = BodyLimits()
     vectors = "\n".join(f"| `{session_hash}` | `{split_of(session_hash)}` |" for session_hash in _VECTORS)
+    steps = ", ".join(map(str, WINDOW_STEPS_DAYS))
     codes = "\n".join(f"| {status} | `{code}` | {meaning} |" for code, (status, meaning) in PROBLEM_CODES.items())
     return f"""Collects routing histograms of mixture-of-experts models, builds profiles, serves placement manifests.
 
@@ -157,6 +160,17 @@ For every session, with the model's `layers` in order (blocks without experts ar
   equal, and of equal ones the first one's is kept;
 - `core_bytes` plus all experts' bytes is at most 2^53.
 The first upload of a fingerprint says what the model is; a later one that differs in anything but `name` is refused.
+
+## Mixes and windows
+Where `workload` stands in a path, a mix may stand, such as `code-heavy:7+chat:3`: {MIX_EXPECTED}. `+` and `:` may be
+percent-encoded. Answers carry the canonical spelling, which is the same for all that mean the same: names sorted,
+weights divided by their greatest common divisor and always written, and a mix of one workload is that workload. Its
+frequencies, and its rates on held-out sessions, are the weighted means of its workloads' own. An upload's `workload` is
+never a mix.
+
+`window_days` and `half_life_days` are one of {steps}, or what the service is set to, which holds where they are left
+out. What was served before, and what is pinned, is of the service's own window alone. Mixes and other windows are built
+for a share of the time; then `429 too_many_builds`.
 
 ## Answers
 Answers that list an `ETag` header have a strong one; sent back in `If-None-Match`, it is answered `304` without a body

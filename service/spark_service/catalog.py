@@ -60,6 +60,8 @@ class _Asked:
     mix: Mix
     phase: Phase
     window: Window
+    of_a_reader: bool
+    """Whether a reader put it together: a mix, or a window that is not the service's own."""
 
 
 @dataclass(slots=True)
@@ -184,15 +186,15 @@ class Catalog:
         return {name: one.profile for name, one in built.items() if one is not None}
 
     def _usual_profile(self, shape: ModelShape, workload: str, phase: Phase) -> BuiltProfile | None:
-        return self._build(shape, _Asked(shape.fingerprint, Mix.parse(workload), phase, self._windows.own()))
+        asked = _Asked(shape.fingerprint, Mix.parse(workload), phase, self._windows.own(), of_a_reader=False)
+        return self._build(shape, asked)
 
     def _build(self, shape: ModelShape, asked: _Asked, warnings: Sequence[str] = ()) -> BuiltProfile | None:
         """Build or remember a profile; ``None`` with too few calibration sessions of any of its workloads.
 
         Raises :class:`RequestError` (429) as :meth:`profile`.
         """
-        of_a_reader = len(asked.mix.names) > 1 or asked.window != self._windows.own()
-        memory = self._chosen if of_a_reader else self._usual
+        memory = self._chosen if asked.of_a_reader else self._usual
         with self._building:
             question = (shape.fingerprint, asked)
             latest = memory.latest.get(question)
@@ -209,10 +211,10 @@ class Catalog:
                 revision = revision_of(shape.fingerprint, str(asked.mix), asked.phase, inputs)
                 found = memory.built.get(revision)
                 if found is None:
-                    if of_a_reader and latest is not None and self._budget.missing_seconds():
+                    if asked.of_a_reader and latest is not None and self._budget.missing_seconds():
                         return latest.built
                     try:
-                        found = self._built(shape, asked, revision, inputs, warnings, of_a_reader=of_a_reader)
+                        found = self._built(shape, asked, revision, inputs, warnings)
                     except StorageError:
                         if self._store.deletions == deletions:
                             raise
@@ -237,14 +239,12 @@ class Catalog:
         revision: str,
         inputs: Inputs,
         warnings: Sequence[str],
-        *,
-        of_a_reader: bool,
     ) -> BuiltProfile | None:
         told = [*warnings, *moved_warnings(inputs.members)]
         build = partial(
             build_profile, shape, str(asked.mix), asked.phase, revision, inputs, self._executor, warnings=told
         )
-        if not of_a_reader:
+        if not asked.of_a_reader:
             return build()
         self._budget.require()
         began_seconds = self._clock()
@@ -318,11 +318,12 @@ class Catalog:
         )
 
     def _require_built(self, shape: ModelShape, workload: str, phase: Phase, window: Window | None) -> BuiltProfile:
+        mix, of_window = Mix.parse(workload), window is not None
         window = self._windows.own() if window is None else window
-        asked = _Asked(shape.fingerprint, Mix.parse(workload), phase, window)
+        asked = _Asked(shape.fingerprint, mix, phase, window, of_a_reader=of_window or len(mix.names) > 1)
         while (built := self._build(shape, asked) or self._from_sibling(shape, asked)) is None:
             # Each in turn; where none is at fault any more, what was missing has just come.
-            for name in asked.mix.names:
+            for name in mix.names:
                 self._require_sessions(shape, name, phase, window)
         return built
 

@@ -169,13 +169,13 @@ WINDOW_DAYS: Variable[int] = Variable(
     "SPARKMOE_SERVICE_WINDOW_DAYS",
     _integer(0, 36_500),
     0,
-    "days whose sessions make and judge profiles; 0 is all that are stored",
+    "days whose sessions make and judge profiles unless a reader chooses another window; 0 is all that are stored",
 )
 HALF_LIFE_DAYS: Variable[int] = Variable(
     "SPARKMOE_SERVICE_HALF_LIFE_DAYS",
     _integer(0, 36_500),
     0,
-    "days after which a session counts half in profiles; 0 is no fading",
+    "days after which a session counts half in profiles unless a reader chooses; 0 is no fading",
 )
 RAY: Variable[str | None] = Variable(
     "SPARKMOE_SERVICE_RAY", str, None, "Ray cluster that builds profiles, HOST:PORT or auto; threads when unset"

@@ -23,7 +23,9 @@ manifest_app = typer.Typer(
 )
 
 _Fingerprint = Annotated[str, typer.Argument(metavar="FINGERPRINT", help="Of the model, mf1-…")]
-_Workload = Annotated[str, typer.Argument(metavar="WORKLOAD", help="E.g. code-heavy.")]
+_Workload = Annotated[
+    str, typer.Argument(metavar="WORKLOAD", help="E.g. code-heavy, or a mix such as code-heavy:7+chat:3.")
+]
 _Service = Annotated[str, typer.Option("--service", help="Address of the service.")]
 _Phase = Annotated[str, typer.Option("--phase", help="prefill or decode.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]

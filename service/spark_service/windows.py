@@ -11,6 +11,7 @@ from collections.abc import Callable
 from datetime import UTC, date, datetime
 
 from spark_service.errors import RequestError
+from spark_service.ingest import excerpt
 from spark_service.tally import Window
 
 __all__ = ["WINDOW_STEPS_DAYS", "Windows"]
@@ -58,13 +59,13 @@ def _step(name: str, wanted: float | None, own: int) -> int:
     for step in (own, *WINDOW_STEPS_DAYS):
         if wanted == step:
             return step
-    steps = ", ".join(map(str, sorted({own, *WINDOW_STEPS_DAYS})))
+    steps, found = ", ".join(map(str, sorted({own, *WINDOW_STEPS_DAYS}))), excerpt(wanted)
     raise RequestError(
         422,
         "invalid_parameter",
-        f"query.{name}: found {wanted:g}, expected one of {steps}",
+        f"query.{name}: found {found}, expected one of {steps}",
         field=f"query.{name}",
-        found=f"{wanted:g}",
+        found=found,
         expected=f"one of {steps}",
         hint="0 takes all sessions" if name == "window_days" else "0 lets no session fade",
     )

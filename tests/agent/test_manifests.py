@@ -1,6 +1,12 @@
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from signing_keys import KEYS, sign
 
 from spark_agent.errors import RefusedError, SparkError
@@ -8,7 +14,9 @@ from spark_agent.manifests import ManifestStore, PullKey, find_manifest, load_ma
 from spark_agent.paths import manifests_dir, service_keys_dir
 from spark_agent.service_keys import KeyRing, PinnedKey
 from spark_agent.signatures import SignedBy
+from spark_schemas.ids import WORKLOAD_PATTERN
 from spark_schemas.manifest import PlacementManifest
+from spark_schemas.mix import MAX_WEIGHT, MAX_WORKLOADS, Mix
 
 KEY = PullKey("http://team:8710", 1000, 64, 7)
 
@@ -41,11 +49,49 @@ def test_the_latest_answer_is_kept(store, manifest):
         PullKey("http://team:8710", 1001, 64, 7),
         PullKey("http://team:8710", 1000, 65, 7),
         PullKey("http://team:8710", 1000, 64, 8),
+        PullKey("http://team:8710", 1000, 64, 7, window_days=0),
+        PullKey("http://team:8710", 1000, 64, 7, half_life_days=7.0),
     ],
 )
 def test_an_etag_is_for_one_question(store, manifest, other):
     store.put(manifest, KEY, '"1"')
     assert store.known(manifest.fingerprint, "chat", other) is None
+
+
+def test_a_file_from_before_there_were_windows_is_the_services_own(store, manifest):
+    path = store.put(manifest, KEY, '"1"')
+    fields = json.loads(path.read_text())
+    for name in ("window_days", "half_life_days"):
+        assert fields.pop(name) is None
+    path.write_text(json.dumps(fields))
+    known = store.known(manifest.fingerprint, "chat", KEY)
+    assert (known.manifest, known.key) == (manifest, KEY)
+
+
+NAMES = st.from_regex(WORKLOAD_PATTERN, fullmatch=True)
+MIXES = st.dictionaries(NAMES, st.integers(1, MAX_WEIGHT), min_size=1, max_size=MAX_WORKLOADS).map(
+    lambda weights: str(Mix.parse("+".join(f"{name}:{weight}" for name, weight in weights.items())))
+)
+
+
+@given(one=MIXES, other=MIXES)
+def test_every_mix_has_a_file_name_of_its_own_that_any_system_takes(one, other):
+    store = ManifestStore(Path("kept"))
+    paths = [store.path("mf1-x", name) for name in (one, other)]
+    assert (paths[0] == paths[1]) == (one == other)
+    for path in paths:
+        assert path.parent == Path("kept/mf1-x")
+        assert re.fullmatch(r"[a-z0-9][a-z0-9+_-]*\.json", path.name)
+        assert len(path.name) <= 205
+
+
+def test_the_longest_mix_can_be_kept(store, manifest):
+    longest = ["+".join(f"{letter * 63}:{997 + (letter == last)}" for letter in "abcdefgh") for last in "gh"]
+    kept = [manifest.model_copy(update={"workload": str(Mix.parse(name))}) for name in longest]
+    for one in kept:
+        store.put(one, KEY, None)
+    for one in kept:
+        assert store.get(manifest.fingerprint, one.workload) == one
 
 
 @pytest.mark.parametrize("etag", [None, '"\xe9"', '"\n"', '"\x7f"'])

@@ -308,3 +308,59 @@ def test_an_unknown_workload_is_answered_with_the_most_general_one(machine, serv
     assert "until then use " in done.stderr
     assert "held-out sessions of 1 other workload" in done.stderr
     assert "/api/v1/workloads/nearest" in done.stderr
+
+
+def test_one_placement_for_two_workloads(machine, serving, shape: ModelShape, tmp_path: Path) -> None:
+    """Pulled under any spelling, kept under one name, followed, rolled back, and told from its workloads alone."""
+    base_url, _ = serving
+    upload(base_url, shape, range(60, 90), "review-long")
+    mixed = ("--vram", "9M", "--ctx", "256", "--json")
+    first = machine.run(SPARK, "pull-profile", "review-long:14+code:6", *mixed)
+    assert first.returncode == 0, first.stderr
+    pulled = json.loads(first.stdout)["manifest"]
+    assert pulled["workload"] == "code:3+review-long:7"
+    (kept,) = (machine.home / "data").rglob("*.json")
+    assert kept.name == "code_3+review-long_7.json"
+    again = machine.run(SPARK, "pull-profile", "code:3+review-long:7", *mixed)
+    assert json.loads(again.stdout) == json.loads(first.stdout)
+    assert "unchanged" in again.stderr
+
+    shown = machine.run(SPARK, "profiles", "show", "review-long:7+code:3", "--json")
+    profile = json.loads(shown.stdout)
+    alone = [machine.run(SPARK, "profiles", "show", name, "--json") for name in ("code", "review-long")]
+    assert profile["n_calibration"] == sum(json.loads(one.stdout)["n_calibration"] for one in alone)
+    own = next(p["cold_hit_rate"] for p in profile["curves"] if (p["policy"], p["residency"]) == ("own", 0.6))
+    rows = {row["workload"]: row["cold_hit_rate"] for row in profile["mismatch"] if row["residency"] == 0.6}
+    assert set(rows) == {"code", "review-long"}
+    assert own < min(rows.values())
+    assert f"mixed {own:.1%}, code alone {rows['code']:.1%}" in shown.stderr
+
+    planned = machine.run("spark_agent.cli", "run", "--manifest", "review-long:7+code:3", "--dry-run", "--json")
+    assert planned.returncode == 0, planned.stderr
+    compared = machine.run(SPARK, "profiles", "diff", "code:3+review-long:7", str(kept), "--json")
+    assert json.loads(compared.stdout)["experts_entering"] == 0
+
+    upload(base_url, shape, range(12, 20), "code")
+    newer = json.loads(machine.run(SPARK, "pull-profile", "code:3+review-long:7", *mixed).stdout)["manifest"]
+    assert newer["profile_revision"] != pulled["profile_revision"]
+    pin = ["manifest", "pin", shape.fingerprint, "review-long:7+code:3", pulled["profile_revision"]]
+    assert machine.run(SERVICE, *pin, "--service", base_url).returncode == 0
+    back = machine.run(SPARK, "pull-profile", "code:3+review-long:7", *mixed)
+    assert json.loads(back.stdout)["manifest"] == pulled
+    assert f"revision {pulled['profile_revision'][:12]} pinned" in back.stderr
+    # Another window is another question; nothing is that old.
+    window = machine.run(SPARK, "pull-profile", "code:3+review-long:7", *mixed, "--window-days", "30")
+    assert json.loads(window.stdout)["manifest"]["n_calibration"] == newer["n_calibration"]
+    assert "pinned" not in window.stderr
+
+    unknown = machine.run(SPARK, "pull-profile", "code+docs", *mixed)
+    assert unknown.returncode == 1
+    assert "workload: found docs" in unknown.stderr
+    assert "until then use" in unknown.stderr
+    for wrong, code in (("code:0+docs", 2), ("code+code", 2)):
+        refusal = machine.run(SPARK, "pull-profile", wrong, *mixed)
+        assert refusal.returncode == code
+        assert "hint: " in refusal.stderr
+    step = machine.run(SPARK, "pull-profile", "code", *mixed, "--window-days", "31")
+    assert step.returncode == 1
+    assert "query.window_days: found 31, expected one of 0, 7, 14, 30" in step.stderr

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from datetime import date, timedelta
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from spark_service.catalog import Catalog
 from spark_service.db.store import Store
 from spark_service.errors import RequestError
 from spark_service.manifests import Budget
+from spark_service.windows import Windows
 
 
 def fill(store: Store, make: Any, sessions: list[Any], key: str = "key-1", shape: Any = None) -> None:
@@ -201,3 +203,169 @@ def test_long_builds_are_followed_by_a_rest(store: Store, make: Any, build_secon
     assert code().n_calibration == 4
     store.delete_session(make.hash(0))
     assert code().n_calibration == 3
+
+
+def fill_three(store: Store, make: Any, shape: Any) -> None:
+    for workload, taste in (("code", 1), ("chat", 2), ("docs", 3)):
+        fill(store, make, make.sessions(shape, workload=workload, taste=taste), workload)
+
+
+def test_a_mix_counted_step_by_step_has_the_bits_of_a_mix_counted_anew(store: Store, make: Any) -> None:
+    shape = make.shape()
+    catalog = Catalog(store)
+    fill_three(store, make, shape)
+
+    def mix(of: Catalog) -> str:
+        return of.profile(shape.fingerprint, "chat:3+code:7", "decode").model_dump_json()
+
+    first = mix(catalog)
+    fill(store, make, make.sessions(shape, 6, 5, workload="chat", taste=2)[4:], "more")
+    fill(store, make, [make.session(shape, make.hash(0), workload="code", seed=9)], "a second part")
+    store.delete_session(make.hash(1))
+    store.delete_session(make.hash(1, "held_out"))
+    stepwise = mix(catalog)
+    assert stepwise != first
+    with store.writing() as cursor:
+        cursor.execute("DELETE FROM tallies")
+    assert mix(Catalog(store)) == stepwise
+
+
+def test_a_mix_is_remembered_until_one_of_its_workloads_changes(store: Store, make: Any) -> None:
+    shape = make.shape()
+    catalog = Catalog(store)
+    fill_three(store, make, shape)
+
+    def mix() -> Any:
+        return catalog.profile(shape.fingerprint, "chat:3+code:7", "decode")
+
+    first = mix()
+    fill(store, make, make.sessions(shape, 0, 5, workload="docs", taste=3), "another workload's held-out session")
+    assert mix() is first
+    fill(store, make, make.sessions(shape, 0, 5, workload="chat", taste=2), "its own")
+    assert mix().n_held_out == first.n_held_out + 1
+
+
+def test_mixes_are_not_listed_and_are_nobodys_nearest(store: Store, make: Any) -> None:
+    shape = make.shape()
+    catalog = Catalog(store)
+    fill_three(store, make, shape)
+    catalog.profile(shape.fingerprint, "chat:1+code:1", "decode")
+    assert [found.workload for found in catalog.summaries(None, "decode")] == ["chat", "code", "docs"]
+    found = catalog.nearest(shape.fingerprint, "decode", make.session(shape, make.hash(90), taste=1))
+    assert {one.workload for one in found.workloads} == {"chat", "code", "docs"}
+
+
+def test_what_a_mix_lacks_is_named(store: Store, make: Any) -> None:
+    shape = make.shape()
+    fill_three(store, make, shape)
+    fill(store, make, make.sessions(shape, 2, 4, workload="few"), "few")
+    fill(store, make, make.sessions(shape, 0, 4, workload="unlearnt"), "unlearnt")
+    catalog = Catalog(store, min_sessions=3)
+    error = refusal(catalog, shape.fingerprint, "code:1+review:2", "decode")
+    assert (error.code, error.found, error.field) == ("unknown_workload", "review", "path.workload")
+    assert "until then use" in str(error.hint)
+    error = refusal(catalog, shape.fingerprint, "code:1+few:1", "decode")
+    assert (error.code, error.found, error.expected) == ("too_few_sessions", "2", "at least 3")
+    assert error.message.startswith("few: ")
+    error = refusal(catalog, shape.fingerprint, "code:1+unlearnt:1", "decode")
+    assert error.code == "no_calibration_sessions"
+    assert error.message.startswith("unlearnt: ")
+    stranger = refusal(catalog, "mf1-" + "f" * 32, "chat:1+code:2", "decode")
+    assert str(stranger.hint).endswith("--workload chat")
+
+
+def test_a_sibling_lends_a_mix_only_as_a_whole(store: Store, make: Any) -> None:
+    one, two = make.shape(), make.shape(fingerprint="mf1-" + "0" * 31 + "2")
+    fill_three(store, make, one)
+    fill(store, make, make.sessions(two, 1, 0, workload="code"), "two", two)
+    catalog = Catalog(store)
+    own, lent = (catalog.profile(shape.fingerprint, "chat:1+code:1", "decode") for shape in (one, two))
+    assert lent.layers == own.layers
+    assert one.fingerprint in lent.warnings[0]
+    assert catalog.profile(two.fingerprint, "code", "decode").warnings == ()
+    fill(store, make, make.sessions(two, 1, 0, workload="own"), "own", two)
+    # The other file has no sessions of one of them.
+    assert refusal(catalog, two.fingerprint, "chat:1+own:1", "decode").found == "chat"
+
+
+def received(store: Store, day: date, *sessions: str) -> None:
+    with store.writing() as cursor:
+        cursor.execute("UPDATE parts SET received_day = ? WHERE session_hash IN ?", [day, list(sessions)])
+        cursor.execute("DELETE FROM tallies")
+
+
+def test_a_reader_chooses_a_window(store: Store, make: Any) -> None:
+    shape, windows = make.shape(), Windows()
+    fill(store, make, make.sessions(shape, 6, 4))
+    old = [make.hash(n) for n in range(2)] + [make.hash(n, "held_out") for n in range(2)]
+    received(store, date.today() - timedelta(days=40), *old)
+    catalog = Catalog(store, windows=windows, min_sessions=3)
+
+    def profile(workload: str = "code", **bounds: Any) -> Any:
+        window = windows.chosen(bounds.get("days"), bounds.get("half_life_days"))
+        return catalog.profile(shape.fingerprint, workload, "decode", window=window)
+
+    everything, recent, fading = profile(), profile(days=30), profile(half_life_days=7)
+    assert [(one.n_calibration, one.n_held_out) for one in (everything, recent, fading)] == [(6, 4), (4, 2), (6, 4)]
+    assert len({one.revision for one in (everything, recent, fading)}) == 3
+    assert fading.layers != everything.layers
+    assert profile(days=0, half_life_days=0) is everything
+    assert profile(days=90).layers == everything.layers
+    received(store, date.today() - timedelta(days=40), *(make.hash(n) for n in range(5)))
+    catalog = Catalog(store, windows=windows, min_sessions=3)
+    with pytest.raises(RequestError) as caught:
+        profile(days=30)
+    assert (caught.value.code, caught.value.found) == ("too_few_sessions", "1")
+    assert "longer window_days" in str(caught.value.hint)
+
+
+def test_the_services_own_window_is_what_nobody_asks_for(store: Store, make: Any) -> None:
+    shape, windows = make.shape(), Windows(30)
+    fill(store, make, make.sessions(shape, 4, 2))
+    received(store, date.today() - timedelta(days=40), make.hash(0))
+    catalog = Catalog(store, windows=windows)
+    assert catalog.profile(shape.fingerprint, "code", "decode").n_calibration == 3
+    everything = windows.chosen(0, None)
+    assert catalog.profile(shape.fingerprint, "code", "decode", window=everything).n_calibration == 4
+
+
+def test_readers_cannot_keep_the_service_building(store: Store, make: Any) -> None:
+    """Nor take anything from those who ask for what everybody asks for."""
+    shape, now = make.shape(), [0.0]
+
+    def clock() -> float:
+        now[0] += 25.0
+        return now[0]
+
+    fill_three(store, make, shape)
+    windows = Windows()
+    catalog = Catalog(store, windows=windows, clock=clock, remembered=2)
+    usual = [catalog.profile(shape.fingerprint, name, "decode") for name in ("code", "chat")]
+    known, refused = None, None
+    for weight in range(2, 30):
+        try:
+            known = f"chat:1+code:{weight}"
+            found = catalog.profile(shape.fingerprint, known, "decode")
+        except RequestError as error:
+            refused = error
+            break
+    assert refused is not None
+    assert (refused.status, refused.code) == (429, "too_many_builds")
+    assert int((refused.headers or {})["Retry-After"]) > 0
+    assert weight > 3, "some at once are built"
+    with pytest.raises(RequestError, match="mixes and windows"):
+        catalog.profile(shape.fingerprint, "code", "decode", window=windows.chosen(30, None))
+    # What was built is given, even where something was uploaded since; and single workloads are always built.
+    before = f"chat:1+code:{weight - 1}"
+    assert catalog.profile(shape.fingerprint, before, "decode") is found
+    fill(store, make, make.sessions(shape, 5, 0, workload="code", taste=1)[4:], "more")
+    now[0] += 600
+    catalog._budget.spend(1000)
+    assert catalog.profile(shape.fingerprint, before, "decode") is found
+    store.delete_session(make.hash(2))
+    with pytest.raises(RequestError, match="mixes and windows"):
+        catalog.profile(shape.fingerprint, before, "decode")
+    assert [len(memory.built) for memory in (catalog._usual, catalog._chosen)] == [2, 2]
+    assert catalog.profile(shape.fingerprint, "code", "decode").revision != usual[0].revision
+    now[0] += 10**6
+    assert catalog.profile(shape.fingerprint, before, "decode").n_calibration == 7

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from spark_service.db.history import MAX_PER_PROFILE, ManifestHistory, Question
+from spark_service.db.history import MAX_OF_MIXES, MAX_PER_PROFILE, ManifestHistory, Question
 from spark_service.db.store import Store
 from spark_service.errors import StorageError
 
@@ -121,6 +121,38 @@ def test_a_deleted_sessions_manifests_are_forgotten(store: Store, history: Manif
     assert record(history, 2)
     store.delete_session(make.hash(0))
     assert history.served(chat) == history.served(QUESTION) == []
+
+
+def test_ever_new_mixes_are_bounded(history: ManifestHistory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of a model and phase together; single workloads and what is pinned stay."""
+    assert MAX_OF_MIXES >= 100
+    monkeypatch.setattr("spark_service.db.history.MAX_OF_MIXES", 3)
+    mixes = [dataclasses.replace(QUESTION, workload=f"chat:1+code:{weight}") for weight in range(1, 9)]
+    plain = [dataclasses.replace(QUESTION, workload=name) for name in ("chat", "code", "docs", "review")]
+    elsewhere = [dataclasses.replace(mixes[0], phase="prefill"), dataclasses.replace(mixes[0], fingerprint="mf1-other")]
+    for question in (*plain, *elsewhere, mixes[0]):
+        record(history, 1, question=question)
+    assert history.pin(MODEL, mixes[0].workload, "decode", revision(1))
+    # Of another mix, which is not pinned, the same revision is no reason to stay.
+    for question in mixes[1:]:
+        record(history, 1, question=question)
+    kept = [question.workload for question in mixes if history.served(question)]
+    assert kept == [mixes[index].workload for index in (0, 5, 6, 7)]
+    assert all(history.served(question) for question in (*plain, *elsewhere))
+
+
+def test_a_deleted_session_ends_every_mix_with_its_workloads(store: Store, history: ManifestHistory, make: Any) -> None:
+    shape = make.shape()
+    sessions = [make.session(shape, make.hash(0), workload=name) for name in ("code", "chat")]
+    store.add_upload(make.upload(shape, [*sessions, make.session(shape, make.hash(1), workload="docs")]), "a", "a")
+    names = ("chat:1+docs:2", "code:3+docs:1+review:1", "docs", "docs:1+review:1", "code-heavy:1+docs:1", "my-chat")
+    questions = {name: dataclasses.replace(QUESTION, workload=name) for name in names}
+    for name, question in questions.items():
+        record(history, 1, question=question)
+        assert history.pin(MODEL, name, "decode", revision(1))
+    store.delete_session(make.hash(0))
+    assert [name for name in names if history.served(questions[name])] == list(names[2:])
+    assert [name for name in names if history.pinned(MODEL, name, "decode")] == list(names[2:])
 
 
 @pytest.mark.parametrize("column", ["body_zstd = 'x'::BLOB", "sha256 = 'x'"])

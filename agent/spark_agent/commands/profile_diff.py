@@ -12,6 +12,7 @@ from spark_agent.context import AgentContext
 from spark_agent.errors import SparkError, UsageError
 from spark_agent.output import Output, counted
 from spark_agent.sizes import format_size
+from spark_agent.workload_name import check_profile_name
 
 if TYPE_CHECKING:
     from spark_schemas.manifest import PlacementManifest
@@ -19,10 +20,14 @@ if TYPE_CHECKING:
 
 __all__ = ["diff_command"]
 
-_REVISION = re.compile(r"(?P<name>[a-z0-9-]+)@(?P<revision>[0-9a-f]{64})")
+_REVISION = re.compile(r"(?P<name>[^@]+)@(?P<revision>[0-9a-f]{64})")
 _SHOWN_EXPERTS = 8
 _Side = Annotated[
-    str, typer.Argument(help="A manifest file, the name of a pulled profile, or NAME@REVISION as the service kept it.")
+    str,
+    typer.Argument(
+        help="A manifest file, the name of a pulled profile (a workload or a mix), or NAME@REVISION as the service "
+        "kept it."
+    ),
 ]
 
 
@@ -38,6 +43,8 @@ def diff_command(
     """Compare two manifests of one model: slots, experts that come and go, bytes, expected cold-hit rates.
 
     NAME@REVISION asks for the phase and the budget of the profile that was pulled under NAME.
+
+    Services keep revisions of their own window, not of one chosen with --window-days or --half-life-days.
     """
     from spark_schemas.manifest_diff import diff_manifests
 
@@ -70,16 +77,17 @@ def _side(context: AgentContext, named: str, model: Path | None, service: str | 
     fingerprint = read_model_shape(context.model_path(model)).fingerprint
     if asked is None:
         return find_manifest(named, fingerprint)
-    pulled = ManifestStore(manifests_dir()).find(fingerprint, asked["name"])
+    name = check_profile_name(asked["name"])
+    pulled = ManifestStore(manifests_dir()).find(fingerprint, name)
     if pulled is None:
         raise SparkError(
-            f"{named}: no profile {asked['name']!r} was pulled for this model, so its budget is not known",
-            f"spark pull-profile {asked['name']}",
+            f"{named}: no profile {name!r} was pulled for this model, so its budget is not known",
+            f"spark pull-profile {name}",
         )
     with context.client(service) as client:
         answer = client.manifest(
             fingerprint,
-            asked["name"],
+            name,
             vram_bytes=pulled.key.vram_bytes,
             n_ctx=pulled.key.n_ctx,
             reserve_bytes=pulled.key.reserve_bytes,

@@ -13,14 +13,15 @@ from spark_agent.context import AgentContext
 from spark_agent.errors import UsageError
 from spark_agent.output import Output, counted
 from spark_agent.sizes import format_size, parse_size
-from spark_agent.workload_name import check_workload_name
+from spark_agent.workload_name import check_profile_name
 from spark_schemas.ids import MAX_COUNT, Phase
+from spark_schemas.mix import Mix
 from spark_schemas.signature import key_id_of
 
 if TYPE_CHECKING:
     from spark_schemas.manifest import PlacementManifest
     from spark_schemas.model import ModelShape
-    from spark_schemas.profile import CurvePoint
+    from spark_schemas.profile import CurvePoint, Profile
 
 __all__ = ["profiles_app", "pull_profile_command"]
 
@@ -30,22 +31,44 @@ profiles_app.command("diff")(diff_command)
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Service = Annotated[str | None, typer.Option("--service", help="Address of the calibration service.")]
 Model = Annotated[Path | None, typer.Option("--model", help="GGUF file; the bundled demo model if left out.")]
-Workload = Annotated[str, typer.Argument(metavar="NAME", help="Workload, e.g. code-heavy.")]
+Name = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME", help="Workload, e.g. code-heavy, or a mix of up to 8 with weights, e.g. code-heavy:7+chat:3."
+    ),
+]
+MAX_DAYS = 36_500
+WindowDays = Annotated[
+    int | None,
+    typer.Option(
+        min=0, max=MAX_DAYS, help="Only sessions of so many days, e.g. 30; 0: all. Left out: as the service is set."
+    ),
+]
+HalfLifeDays = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        max=MAX_DAYS,
+        help="A session is worth half after so many days, e.g. 30; 0: always as much. Left out: as the service is set.",
+    ),
+]
 DEFAULT_RESIDENCY = 0.6
 
 
 def pull_profile_command(
-    name: Workload,
+    name: Name,
     model: Model = None,
     vram: Annotated[str | None, typer.Option(help="Video memory for the model, context and experts, e.g. 14G.")] = None,
     ctx: Annotated[int, typer.Option(min=0, help="Context, tokens; 0: as trained, at most 8192.")] = 0,
     reserve: Annotated[str, typer.Option(help="Video memory to leave free within --vram.")] = "0",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write the manifest to this file.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the placement and store nothing.")] = False,
+    window_days: WindowDays = None,
+    half_life_days: HalfLifeDays = None,
     service: Service = None,
     json: Json = False,
 ) -> None:
-    """Get the best placement of a model's experts for a workload within a memory budget.
+    """Get the best placement of a model's experts for a workload, or a mix, within a memory budget.
 
     The service signs it. Its key is pinned at the first pull and another one later is refused: see spark service-key.
     """
@@ -57,7 +80,7 @@ def pull_profile_command(
     from spark_runtime.model_shape import read_model_shape
 
     context = AgentContext.create(json_mode=json)
-    check_workload_name(name, option="NAME")
+    name = check_profile_name(name)
     shape = read_model_shape(context.model_path(model))
     n_ctx = context_for(shape, ctx)
     reserve_bytes = parse_size(reserve, "--reserve")
@@ -69,7 +92,7 @@ def pull_profile_command(
     store = ManifestStore(manifests_dir())
     trust = ManifestTrust.of_this_machine(context.environment)
     with context.client(service) as client:
-        key = PullKey(client.base_url, vram_bytes, n_ctx, reserve_bytes)
+        key = PullKey(client.base_url, vram_bytes, n_ctx, reserve_bytes, window_days, half_life_days)
         known = store.known(shape.fingerprint, name, key)
         if known is not None and known.signed is not None and not known.signed.covers(known.content):
             context.output.warning("what was pulled before was altered since: pulling it again")
@@ -82,6 +105,8 @@ def pull_profile_command(
             reserve_bytes=reserve_bytes,
             phase="decode",
             sibling=shape.sibling,
+            window_days=window_days,
+            half_life_days=half_life_days,
             etag=known.etag if known else None,
         )
         manifest, content, signature = answer.manifest, answer.content, answer.signature
@@ -110,6 +135,8 @@ def pull_profile_command(
             "bytes": manifest.bytes.model_dump(),
             "source": key.service_url,
             "signed_by": key_id_of(signed.key) if signed else None,
+            "window_days": window_days,
+            "half_life_days": half_life_days,
         },
         lambda: _print_manifest(context.output, manifest),
     )
@@ -181,20 +208,25 @@ def list_command(service: Service = None, json: Json = False) -> None:
 
 @profiles_app.command("show")
 def show_command(
-    name: Workload,
+    name: Name,
     model: Model = None,
     phase: Annotated[Phase, typer.Option(help="Phase the profile was counted in.")] = "decode",
+    window_days: WindowDays = None,
+    half_life_days: HalfLifeDays = None,
     service: Service = None,
     json: Json = False,
 ) -> None:
-    """Show a profile's held-out curves: cold-hit rate by policy and share of experts in video memory."""
+    """Show a profile's held-out curves: cold-hit rate by policy and share of experts in video memory.
+
+    Of a mix also what the profile of each of its workloads alone would miss on the whole.
+    """
     from spark_runtime.model_shape import read_model_shape
 
     context = AgentContext.create(json_mode=json)
-    check_workload_name(name, option="NAME")
+    name = check_profile_name(name)
     shape = read_model_shape(context.model_path(model))
     with context.client(service) as client:
-        profile = client.profile(shape.fingerprint, name, phase)
+        profile = client.profile(shape.fingerprint, name, phase, window_days=window_days, half_life_days=half_life_days)
     rates = {(point.residency, point.policy): point for point in profile.curves}
     policies = sorted({policy for _, policy in rates})
     rows = [
@@ -213,17 +245,41 @@ def show_command(
             "verdict": profile.verdict,
             "verdict_reason": profile.verdict_reason,
             "revision": profile.revision,
+            "workload": profile.workload,
+            "mismatch": [row.model_dump(mode="json") for row in profile.mismatch],
+            "window_days": window_days,
+            "half_life_days": half_life_days,
         },
         lambda: context.output.table(["resident", *policies], rows),
     )
     context.output.info(
         f"from {counted(profile.n_calibration, 'session')}, judged on {counted(profile.n_held_out, 'other')}"
     )
+    _print_gain(context.output, profile)
     context.output.info(f"verdict: {profile.verdict or 'none yet'}: {profile.verdict_reason}")
     for line in live_lines(profile):
         context.output.info(line)
     for warning in profile.warnings:
         context.output.warning(warning)
+
+
+def _print_gain(output: Output, profile: Profile) -> None:
+    """Say what mixing gains: the mix beside the profile of each of its workloads alone."""
+    members = Mix.parse(profile.workload).names
+    if len(members) == 1:
+        return
+    own = [
+        f"mixed {point.cold_hit_rate:.1%}"
+        for point in profile.curves
+        if (point.policy, point.residency) == ("own", DEFAULT_RESIDENCY)
+    ]
+    alone = [
+        f"{row.workload} alone {row.cold_hit_rate:.1%}"
+        for row in profile.mismatch
+        if row.residency == DEFAULT_RESIDENCY and row.workload in members
+    ]
+    if own:
+        output.info(f"cold-hit rate on the mix with {DEFAULT_RESIDENCY:.0%} resident: {', '.join(own + alone)}")
 
 
 def _cell(point: CurvePoint | None) -> str:

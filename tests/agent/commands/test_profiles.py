@@ -6,7 +6,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from spark_agent.commands.profiles import DEFAULT_RESIDENCY
-from spark_agent.manifests import ManifestStore, load_manifest
+from spark_agent.manifests import ManifestStore, find_manifest, load_manifest
 from spark_agent.paths import data_dir, manifests_dir
 from spark_runtime.model_shape import read_model_shape
 from spark_runtime.models import demo_model_path
@@ -18,11 +18,23 @@ from spark_schemas.profile import (
     LayerFrequencies,
     LiveComparison,
     LivePoint,
+    Mismatch,
     Profile,
     ProfileSummary,
 )
 
-PULLED = ["manifest", "expected_cold_hit_rate", "interval", "verdict", "bytes", "source", "signed_by"]
+PULLED = [
+    "manifest",
+    "expected_cold_hit_rate",
+    "interval",
+    "verdict",
+    "bytes",
+    "source",
+    "signed_by",
+    "window_days",
+    "half_life_days",
+]
+MIX, MIX_IN_URLS = "chat:3+code:7", "chat%3A3%2Bcode%3A7"
 
 
 @pytest.fixture
@@ -157,6 +169,15 @@ def test_a_service_that_is_down(pull, monkeypatch):
     [
         (["pull-profile", "../../etc"], "NAME"),
         (["pull-profile", "Chat"], "NAME"),
+        (["pull-profile", "chat:0+code"], "NAME: found 'chat:0'"),
+        (["pull-profile", "chat+chat"], "NAME: found chat twice"),
+        (["pull-profile", "chat+.."], "NAME: found '..'"),
+        (["profiles", "show", "+".join("abcdefghi")], "NAME: found 9 workloads"),
+        (["pull-profile", "chat", "--window-days", "-1"], "--window-days"),
+        (["pull-profile", "chat", "--window-days", "7.5"], "--window-days"),
+        (["profiles", "show", "chat", "--window-days", "9" * 30], "--window-days"),
+        (["pull-profile", "chat", "--half-life-days", "nan"], "--half-life-days"),
+        (["profiles", "show", "chat", "--half-life-days", "inf"], "--half-life-days"),
         (["pull-profile", "chat", "--vram", "much"], "--vram: found 'much'"),
         (["pull-profile", "chat", "--vram", "0"], "--vram: found 0 bytes"),
         (["pull-profile", "chat", "--reserve", "9999999T"], "--vram: found"),
@@ -258,6 +279,9 @@ def test_show(spark_cli, service, make_reply, shape, profile):
     found = spark_cli("profiles", "show", "chat", "--json").json
     assert {"curves", "n_calibration", "n_held_out", "verdict", "verdict_reason", "revision"} < set(found)
     assert (found["live"], found["live_comparisons"], found["drift"], found["warnings"]) == ([], [], None, [])
+    assert (found["workload"], found["mismatch"], found["window_days"], found["half_life_days"]) == (
+        "chat", [], None, None
+    )  # fmt: skip
     assert set(found["curves"][0]) >= {"policy", "residency", "cold_hit_rate", "low", "high"}
     result = spark_cli("profiles", "show", "chat")
     assert result.out.splitlines()[0].split() == ["resident", "own", "uniform"]
@@ -308,6 +332,74 @@ def test_show_what_was_measured_and_what_moved(spark_cli, service, make_reply, s
     rebuilt = told.model_copy(update={"drift": drift.model_copy(update={"rebuilt": True})})
     service.answers[place] = make_reply(body=rebuilt.model_dump_json().encode())
     assert "the profile is rebuilt from what came since" in spark_cli("profiles", "show", "chat").err
+
+
+@pytest.mark.parametrize("spelt", [MIX, "code:7+chat:3", "code:70+chat:30"])
+def test_a_mix_is_pulled_shown_and_kept_under_one_name(
+    spark_cli, service, make_reply, shape, manifest, profile, spelt, tmp_path
+):
+    mix = manifest.model_copy(update={"workload": MIX})
+    service.answers[f"/api/v1/manifests/{shape.fingerprint}/{MIX_IN_URLS}"] = make_reply(
+        200, mix.model_dump_json().encode(), {"Content-Type": "application/json", "ETag": '"1"'}
+    )
+    result = spark_cli("pull-profile", spelt, "--vram", mix.vram_budget_bytes, "--json")
+    assert result.json["manifest"]["workload"] == MIX
+    (kept,) = (manifests_dir() / shape.fingerprint).iterdir()
+    assert kept.name == "chat_3+code_7.json"
+    assert find_manifest("code:14+chat:6", shape.fingerprint) == mix
+    spark_cli("pull-profile", "code:7+chat:3", "--vram", mix.vram_budget_bytes)
+    assert service.requests[-1].headers["if-none-match"] == '"1"'
+    compared = spark_cli("profiles", "diff", spelt, MIX, "--json").json
+    assert (compared["before"]["workload"], compared["experts_entering"]) == (MIX, 0)
+
+    rows = [Mismatch(workload=name, residency=0.6, cold_hit_rate=0.2, low=0.1, high=0.3) for name in ("chat", "code")]
+    other = Mismatch(workload="docs", residency=0.6, cold_hit_rate=0.4, low=0.3, high=0.5)
+    shown = profile.model_copy(update={"workload": MIX, "mismatch": (*rows, other)})
+    service.answers[f"/api/v1/profiles/{shape.fingerprint}/{MIX_IN_URLS}"] = make_reply(
+        body=shown.model_dump_json().encode()
+    )
+    result = spark_cli("profiles", "show", spelt, "--json")
+    assert (result.json["workload"], len(result.json["mismatch"])) == (MIX, 3)
+    assert "cold-hit rate on the mix with 60% resident: mixed 10.0%, chat alone 20.0%, code alone 20.0%\n" in result.err
+
+
+def test_another_mix_than_asked_for_is_refused(spark_cli, service, make_reply, shape, manifest):
+    wrong = manifest.model_copy(update={"workload": "chat:1+code:1"})
+    service.answers[f"/api/v1/manifests/{shape.fingerprint}/{MIX_IN_URLS}"] = make_reply(
+        200, wrong.model_dump_json().encode(), {"Content-Type": "application/json"}
+    )
+    spark_cli("pull-profile", MIX, "--vram", manifest.vram_budget_bytes).failed(1, "expected one for")
+    uncanonical = wrong.model_dump_json().replace("chat:1+code:1", "code:7+chat:3").encode()
+    service.answers[f"/api/v1/manifests/{shape.fingerprint}/{MIX_IN_URLS}"] = make_reply(
+        200, uncanonical, {"Content-Type": "application/json"}
+    )
+    spark_cli("pull-profile", MIX, "--vram", manifest.vram_budget_bytes).failed(1, "no valid PlacementManifest")
+    assert not data_dir().exists()
+
+
+def test_a_window_is_asked_for_and_is_another_question(pull, answer, spark_cli, service, make_reply, shape, profile):
+    first = pull("--json")
+    assert (first.json["window_days"], first.json["half_life_days"]) == (None, None)
+    windows = [("--window-days", 30), ("--half-life-days", 14), ("--window-days", 0, "--half-life-days", "7.5")]
+    asked = []
+    for window in windows:
+        found = pull(*window, "--json").json
+        assert "if-none-match" not in service.requests[-1].headers
+        query = parse_qs(urlsplit(service.requests[-1].path).query)
+        asked.append({name: query[name] for name in ("window_days", "half_life_days") if name in query})
+        assert (found["window_days"] is None, found["half_life_days"] is None) == (
+            "window_days" not in query,
+            "half_life_days" not in query,
+        )
+        pull(*window)
+        assert service.requests[-1].headers["if-none-match"] == '"1"'
+    meant = [{"window_days": ["30"]}, {"half_life_days": ["14"]}, {"window_days": ["0"], "half_life_days": ["7.5"]}]
+    assert asked == meant
+    service.answers[f"/api/v1/profiles/{shape.fingerprint}/chat"] = make_reply(body=profile.model_dump_json().encode())
+    found = spark_cli("profiles", "show", "chat", "--window-days", 30, "--half-life-days", 14, "--json").json
+    assert (found["window_days"], found["half_life_days"]) == (30, 14.0)
+    query = parse_qs(urlsplit(service.requests[-1].path).query)
+    assert query == {"phase": ["decode"], "window_days": ["30"], "half_life_days": ["14"]}
 
 
 def test_list(spark_cli, agent_cli, service, make_reply, shape):
