@@ -7,7 +7,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import duckdb
 import numpy as np
@@ -106,6 +106,9 @@ class DriftWatch:
             now = load_states(cursor, fingerprint).get((fingerprint, workload), State())
             # What was deleted or cleared meanwhile is looked at anew the next time.
             if self._store.deletions == deletions and now == before:
+                if after.after_sequence != before.after_sequence:
+                    # What was served while this looked is of the old profile, too.
+                    after = replace(after, after_sequence=newest_sequence(cursor, fingerprint, workload))
                 save_state(cursor, fingerprint, workload, after)
                 _record_changes(cursor, f"{fingerprint}/{workload}", before, after)
 
