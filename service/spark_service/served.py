@@ -63,10 +63,12 @@ class ServedManifests:
         A ``window`` is one that is not the service's own: it has a newest alone. Raises :class:`RequestError`: 404 for
         what is unknown, 422 for a budget that cannot work and for a revision in such a window, 429 for too many builds.
         """
-        if window is not None:
-            body = self._in_window(question, sibling, revision, window)
-        elif revision is not None:
+        if revision is not None:
+            if window is not None:
+                raise _no_past(revision)
             body = self._at(question, revision)
+        elif window is not None:
+            body = _Body(self._newest(question, sibling, window))
         else:
             body = self._current(question, sibling)
         headers = {SIGNATURE_HEADER: self._signer.sign(body.content).header()}
@@ -117,35 +119,21 @@ class ServedManifests:
         pinned = self.pinned(question)
         if pinned is not None and (body := self._pinned_body(question, pinned)) is not None:
             return _Body(body, pinned)
-        deletions = self._history.deletions()
-        profile = self._catalog.profile(question.fingerprint, question.workload, question.phase, sibling)
-        held = self._built.get((profile.revision, question))
-        if held is not None:
-            return _Body(held)
-        budget = Budget(question.vram_bytes, question.n_ctx, question.reserve_bytes)
-        manifest = self._catalog.manifest(question.fingerprint, question.workload, question.phase, budget, sibling)
-        return _Body(self._keep(question, manifest, deletions))
+        return _Body(self._newest(question, sibling))
 
-    def _in_window(self, question: Question, sibling: str | None, revision: str | None, window: Window) -> _Body:
-        if revision is not None:
-            raise RequestError(
-                422,
-                "invalid_parameter",
-                "query.revision: found one together with a window, expected a revision alone: what was served is kept "
-                "for the service's own window",
-                field="query.revision",
-                found=revision,
-                expected="no window_days and half_life_days beside it",
-                hint="leave out window_days and half_life_days",
-            )
+    def _newest(self, question: Question, sibling: str | None, window: Window | None = None) -> bytes:
+        """What is built now; recorded unless a reader chose the window."""
         name = (question.fingerprint, question.workload, question.phase)
+        deletions = self._history.deletions()
         profile = self._catalog.profile(*name, sibling, window=window)
         held = self._built.get((profile.revision, question))
         if held is not None:
-            return _Body(held)
+            return held
         budget = Budget(question.vram_bytes, question.n_ctx, question.reserve_bytes)
         manifest = self._catalog.manifest(*name, budget, sibling, window=window)
-        return _Body(self._remember(question, manifest))
+        if window is None:
+            return self._keep(question, manifest, deletions)
+        return self._hold(question, manifest.profile_revision, manifest.model_dump_json().encode())
 
     def _pinned_body(self, question: Question, revision: str) -> bytes | None:
         """The pinned revision for this budget: as it was served, or placed anew from the prior of another budget's.
@@ -173,12 +161,11 @@ class ServedManifests:
             # A full disk must not keep anyone from reading; the next one that builds it tries again.
             log.warning("manifest of %s not recorded for rollback: %s", question.workload, error)
         else:
-            self._remember(question, manifest)
+            self._hold(question, manifest.profile_revision, body)
         return body
 
-    def _remember(self, question: Question, manifest: PlacementManifest) -> bytes:
-        body = manifest.model_dump_json().encode()
-        self._built.put((manifest.profile_revision, question), body, len(body) + ENTRY_BYTES)
+    def _hold(self, question: Question, revision: str, body: bytes) -> bytes:
+        self._built.put((revision, question), body, len(body) + ENTRY_BYTES)
         return body
 
 
@@ -218,4 +205,17 @@ def _unknown_revision(revision: str, known: list[str], field: str) -> RequestErr
         found=revision,
         expected=shown,
         hint="list what is kept: GET …/history with the same phase and budget",
+    )
+
+
+def _no_past(revision: str) -> RequestError:
+    return RequestError(
+        422,
+        "invalid_parameter",
+        "query.revision: found one together with a window, expected a revision alone: what was served is kept for the "
+        "service's own window",
+        field="query.revision",
+        found=revision,
+        expected="no window_days and half_life_days beside it",
+        hint="leave out window_days and half_life_days",
     )

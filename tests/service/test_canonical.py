@@ -254,6 +254,14 @@ def test_any_damage_is_judged_by_the_definition(make: Any, data: st.DataObject) 
     check(bytes(raw))
 
 
+@pytest.mark.parametrize("name", ["session_hash", "split", "workload", "prefill", "decode", "reuse", "block", "counts"])
+def test_digits_inside_names_are_judged_by_the_definition(make: Any, name: str) -> None:
+    shape = make.shape([(3, 1, 10), (2, 1, 10)])
+    raw = make.body(shape, [make.session(shape, make.hash(0), decode=12, prefill=5)])
+    at = raw.index(f'"{name}"'.encode(), raw.index(b'"sessions"')) + 3
+    check(raw[:at] + b"1" + raw[at:])
+
+
 @STEADY
 @given(data=st.data())
 def test_any_other_numbers_are_judged_by_the_definition(make: Any, data: st.DataObject) -> None:

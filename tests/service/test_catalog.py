@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from spark_runtime.placement import frequencies
+from spark_schemas.split import split_of
 from spark_service.catalog import Catalog
 from spark_service.db.store import Store
 from spark_service.errors import RequestError
@@ -369,3 +371,25 @@ def test_readers_cannot_keep_the_service_building(store: Store, make: Any) -> No
     assert catalog.profile(shape.fingerprint, "code", "decode").revision != usual[0].revision
     now[0] += 10**6
     assert catalog.profile(shape.fingerprint, before, "decode").n_calibration == 7
+
+
+def test_no_session_of_a_mix_is_on_both_sides(store: Store, make: Any) -> None:
+    """From the stored rows, though the same lineages are in all workloads."""
+    shape = make.shape()
+    fill_three(store, make, shape)
+    catalog = Catalog(store)
+    profile = catalog.profile(shape.fingerprint, "chat:3+code:7", "decode")
+    ids = [key.content_id for key in store.part_keys(shape.fingerprint, "decode")]
+    parts = store.parts(ids, "decode")
+    alone = {}
+    for name in ("chat", "code"):
+        own = [part for part in parts if part.workload == name and split_of(part.session_hash) == "calibration"]
+        alone[name] = frequencies([part.counts for part in own], [part.tokens for part in own])
+    for layer, chat, code in zip(profile.layers, alone["chat"], alone["code"], strict=True):
+        assert list(layer.shares) == ((3 * chat + 7 * code) / 10).tolist()
+    [built] = catalog._chosen.built.values()
+    for name, judges in zip(("chat", "code"), built.judges, strict=True):
+        hashes = sorted(one for batch in judges.held_out() for one in batch.hashes)
+        own = [part.session_hash for part in parts if part.workload == name]
+        assert hashes == sorted(one for one in own if split_of(one) == "held_out")
+        assert len(hashes) == 4
