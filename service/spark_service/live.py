@@ -33,9 +33,8 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class LiveParts:
-    """What was measured of one workload's parts: a row each, decode alone."""
+    """What was measured of some parts of one workload: a row each, decode alone."""
 
-    content_ids: Sequence[str]
     hashes: Sequence[str]
     days: IntArray
     """When each was received, days since 1970."""
@@ -44,8 +43,6 @@ class LiveParts:
     resident_bytes: IntArray
     profile_workloads: Sequence[str | None]
     """Whose manifest placed the experts; ``None`` for the first experts of each layer, without a prior."""
-    profile_revisions: Sequence[str | None]
-    vram_budget_bytes: Sequence[int | None]
 
     def __len__(self) -> int:
         return len(self.hashes)

@@ -19,15 +19,12 @@ def parts(*rows: tuple[str, int, int, int, str | None], day: int = 5) -> LivePar
     hashes, selections, cold, resident, profiles = zip(*rows, strict=True)
     n = len(rows)
     return LiveParts(
-        [f"{index:064x}" for index in range(n)],
         hashes,
         np.full(n, day),
         np.array(selections),
         np.array(cold),
         np.array(resident),
         profiles,
-        [None if one is None else "a" * 64 for one in profiles],
-        [None if one is None else 1 for one in profiles],
     )
 
 

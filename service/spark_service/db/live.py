@@ -54,22 +54,13 @@ def live_misses(cursor: duckdb.DuckDBPyConnection, fingerprint: str) -> dict[str
 
 
 def live_parts(cursor: duckdb.DuckDBPyConnection, fingerprint: str, workload: str) -> LiveParts:
-    """What was measured of a workload's parts, sorted by content id."""
+    """What was measured of a workload's parts on the held-out side, sorted by content id."""
     rows = cursor.execute(
-        f"SELECT content_id, session_hash, received_day - DATE '1970-01-01', {_FIELDS} "  # noqa: S608
-        "FROM live JOIN parts USING (content_id) WHERE fingerprint = ? AND workload = ? ORDER BY content_id",
+        "SELECT session_hash, received_day - DATE '1970-01-01', selections, cold_hits, resident_bytes, "
+        "profile_workload FROM live JOIN parts USING (content_id) "
+        "WHERE fingerprint = ? AND workload = ? AND split = 'held_out' ORDER BY content_id",
         [fingerprint, workload],
     ).fetchall()
-    columns = list(zip(*rows, strict=True)) if rows else [()] * 9
-    days, selections, cold_hits, resident_bytes = (np.array(columns[index], dtype=np.int64) for index in range(2, 6))
-    return LiveParts(
-        tuple(columns[0]),
-        tuple(columns[1]),
-        days,
-        selections,
-        cold_hits,
-        resident_bytes,
-        tuple(columns[6]),
-        tuple(columns[7]),
-        tuple(columns[8]),
-    )
+    hashes, *numbers, profiles = zip(*rows, strict=True) if rows else [()] * 6
+    days, selections, cold_hits, resident_bytes = (np.array(column, dtype=np.int64) for column in numbers)
+    return LiveParts(hashes, days, selections, cold_hits, resident_bytes, profiles)
