@@ -60,7 +60,7 @@ def row(judges: int, share: float, workloads: int) -> dict[str, object]:
 def main() -> None:
     """Simulate and print (or write) the numbers."""
     parser = parser_of(__doc__)
-    parser.add_argument("--workloads", type=int, default=200)
+    parser.add_argument("--workloads", type=int, default=100)
     options = parser.parse_args()
     rows = [row(judges, share, options.workloads) for judges in JUDGES for share in SHARES]
     report({"workloads": options.workloads, "days": DAYS, "sessions_a_day": PER_DAY, "rows": rows}, options.out)
