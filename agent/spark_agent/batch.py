@@ -77,8 +77,17 @@ class Batch:
 
     def body(self) -> bytes:
         """Return the exact JSON bytes of the request, before compression."""
-        upload = HistogramUpload(agent_version=__version__, model=self.model, sessions=self.sessions)
-        return upload.model_dump_json().encode()
+        return HistogramUpload.of(__version__, self.model, self.sessions).model_dump_json().encode()
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether any session says what it missed live, which services of before do not take."""
+        return any(session.live is not None for session in self.sessions)
+
+    def without_measurements(self) -> Batch:
+        """Return the counts alone: the same histograms to any service."""
+        bare = tuple(session.model_copy(update={"live": None}) for session in self.sessions)
+        return Batch(self.model, self.parcels, bare)
 
     def halves(self) -> tuple[Batch, Batch]:
         """Return two batches with half the parcels each, to find the one at fault."""

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
 from spark_schemas.histogram import LayerCounts, LayerReuse, PhaseHistogram, SessionHistogram
+from spark_schemas.live import LiveMisses
 
 __all__ = ["MINIMUM_TOKENS", "Countable", "form_groups", "merge_sessions"]
 
@@ -88,6 +89,7 @@ def merge_sessions(parts: Sequence[SessionHistogram]) -> SessionHistogram:
         prefill=_merge_phases([part.prefill for part in parts if part.prefill is not None]),
         decode=_merge_phases([part.decode for part in parts if part.decode is not None]),
         reuse=_merge_reuse(reuse) if reuse else None,
+        live=_merge_live([part.live for part in parts if part.decode is not None]),
     )
 
 
@@ -114,6 +116,19 @@ def _merge_reuse(parts: Sequence[tuple[LayerReuse, ...]]) -> tuple[LayerReuse, .
             distances=_sums([layer.distances for layer in layers]),
         )
         for layers in zip(*parts, strict=True)
+    )
+
+
+def _merge_live(parts: Sequence[LiveMisses | None]) -> LiveMisses | None:
+    """The sum where every part with decode was measured under the same placement; else a mean would mix placements."""
+    measured = [part for part in parts if part is not None]
+    if not measured or len(measured) < len(parts) or len({(one.resident_bytes, one.profile) for one in measured}) != 1:
+        return None
+    return LiveMisses(
+        selections=sum(one.selections for one in measured),
+        cold_hits=sum(one.cold_hits for one in measured),
+        resident_bytes=measured[0].resident_bytes,
+        profile=measured[0].profile,
     )
 
 

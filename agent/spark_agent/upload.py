@@ -165,6 +165,7 @@ class _Delivery:
         self.rejected = 0
         self.last_error: str | None = None
         self._refused_alone = 0
+        self._takes_measurements = True
         self._spool = spool
         self._client = client
         self._retry = retry
@@ -175,9 +176,15 @@ class _Delivery:
         waiting = [batch]
         while waiting:
             part = waiting.pop()
+            if not self._takes_measurements:
+                part = part.without_measurements()
             try:
                 receipt = self._send(part)
             except ServiceError as error:
+                if part.is_measured and _knows_no_measurements(error):
+                    self._takes_measurements = False
+                    waiting.append(part)
+                    continue
                 if not _blames_data(error):
                     self._postpone([part, *waiting], error)
                     return False
@@ -246,6 +253,12 @@ class _Delivery:
         if error.retry_after_s is None:
             return True
         return error.retry_after_s if error.retry_after_s <= self._retry.max_wait_s else False
+
+
+def _knows_no_measurements(error: ServiceError) -> bool:
+    """Whether a service is from before version 2 of uploads: it names the version before anything else."""
+    problem = error.problem if isinstance(error, ServiceRefusedError) else None
+    return problem is not None and problem.field == "schema_version"
 
 
 def _blames_data(error: ServiceError) -> bool:

@@ -1,10 +1,11 @@
 """How many uploads a second the service takes over HTTP, how long it keeps them waiting, and what it holds in memory.
 
-Usage: service_ingest.py [--seconds S] [--concurrency N] [--rate R] [--layers L] [--experts E] [--out FILE], or with
---uploads N in place of the seconds, to see what its memory does over many.
+Usage: service_ingest.py [--seconds S] [--concurrency N] [--rate R] [--layers L] [--experts E] [--live] [--out FILE], or
+with --uploads N in place of the seconds, to see what its memory does over many.
 Starts ``spark-service run -p 0`` on a temporary folder and uploads distinct sessions of L x E counts (prefill, decode
-and reuse distances), zstd: first as fast as N connections can for S seconds, then R a second for as long; or N uploads
-as fast as can be. The client runs in this process, on the same machine, and is part of what is measured.
+and reuse distances; with --live also what each missed), zstd: first as fast as N connections can for S seconds, then R
+a second for as long; or N uploads as fast as can be. The client runs in this process, on the same machine, and is part
+of what is measured.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from report import parser_of, report
 from synthetic_models import TOP_K, shape_of
 
 from spark_schemas.histogram import HistogramUpload, LayerCounts, LayerReuse, PhaseHistogram, SessionHistogram
+from spark_schemas.live import LiveMisses, LiveProfile
 from spark_schemas.model import ModelShape
 from spark_schemas.split import split_of
 
@@ -54,7 +56,7 @@ def selections(rng: np.random.Generator, n_experts: int, tokens: int) -> tuple[i
     return tuple(counts.tolist())
 
 
-def template(shape: ModelShape, index: int) -> str:
+def template(shape: ModelShape, index: int, *, live: bool) -> str:
     """An upload with ``HASH`` and ``SPLIT`` where its session's belong."""
     rng = np.random.default_rng(index)
     prefill, decode, reuse = [], [], []
@@ -74,16 +76,29 @@ def template(shape: ModelShape, index: int) -> str:
         prefill=PhaseHistogram(tokens=PREFILL_TOKENS, layers=tuple(prefill)),
         decode=PhaseHistogram(tokens=DECODE_TOKENS, layers=tuple(decode)),
         reuse=tuple(reuse),
+        live=misses(shape, index) if live else None,
     )
-    upload = HistogramUpload.model_construct(agent_version="0.1.0", model=shape, sessions=(session,))
+    upload = HistogramUpload.model_construct(
+        schema_version=2 if live else 1, agent_version="0.1.0", model=shape, sessions=(session,)
+    )
     return upload.model_dump_json(warnings=False)
+
+
+def misses(shape: ModelShape, index: int) -> LiveMisses:
+    """Measurements of a session with a manifest."""
+    selections = DECODE_TOKENS * TOP_K * len(shape.layers)
+    profile = LiveProfile(workload="code-heavy", revision="7a" * 32, vram_budget_bytes=14 * 2**30)
+    resident_bytes = shape.expert_bytes_total * 3 // 5
+    return LiveMisses(
+        selections=selections, cold_hits=selections // (10 + index), resident_bytes=resident_bytes, profile=profile
+    )
 
 
 class Bodies:
     """Distinct uploads in a file, made beforehand: the counts of a template, a session of their own, compressed."""
 
-    def __init__(self, shape: ModelShape, path: Path) -> None:
-        self._templates = [template(shape, index) for index in range(TEMPLATES)]
+    def __init__(self, shape: ModelShape, path: Path, *, live: bool) -> None:
+        self._templates = [template(shape, index, live=live) for index in range(TEMPLATES)]
         self._compressor = zstandard.ZstdCompressor(level=1)
         self._file = path.open("w+b", buffering=0)
         self._made = 0
@@ -233,9 +248,10 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=100, help="uploads a second in the second phase")
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--experts", type=int, default=128)
+    parser.add_argument("--live", action="store_true", help="sessions say what they missed")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        bodies = Bodies(shape_of(options.layers, options.experts), Path(folder) / "bodies")
+        bodies = Bodies(shape_of(options.layers, options.experts), Path(folder) / "bodies", live=options.live)
         bodies.make(options.uploads or int(options.seconds * (BODIES_PER_SECOND + options.rate)))
         data_dir = Path(folder) / "data"
         command = [sys.executable, "-m", "spark_service.cli", "run", "--open", "-p", "0", "--json"]
@@ -253,6 +269,7 @@ def main() -> None:
         "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "load_average": os.getloadavg()},
         "layers": options.layers,
         "experts": options.experts,
+        "live": options.live,
         "body_bytes": body_bytes,
         "service_idle_resident_mib": round(idle / 2**20, 1),
         **phases,

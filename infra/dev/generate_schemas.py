@@ -12,6 +12,7 @@ from pathlib import Path
 from generated import write_or_check
 
 from spark_schemas.api import Problem, ProfileList, UploadReceipt
+from spark_schemas.drift import DriftList
 from spark_schemas.histogram import HistogramUpload
 from spark_schemas.manifest import PlacementManifest
 from spark_schemas.manifest_api import NearestWorkloads, Pin, PinRequest, ServedHistory
@@ -22,6 +23,7 @@ from spark_schemas.signature import SigningKeyInfo
 
 FOLDER = Path(__file__).parents[2] / "schemas/spark_schemas/json"
 EXPORTED = (
+    DriftList,
     HistogramUpload,
     ManifestDiff,
     ModelShape,

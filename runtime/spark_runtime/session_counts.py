@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spark_runtime.recency import RecencyOrder
+from spark_runtime.tier_start import TierStart
 from spark_schemas.histogram import LayerCounts, LayerReuse, PhaseHistogram, SessionHistogram
 from spark_schemas.ids import Phase
+from spark_schemas.live import LiveMisses
 from spark_schemas.model import ModelShape
 from spark_schemas.split import split_of
 
-__all__ = ["SessionCounts"]
+__all__ = ["SessionCounts", "TierMisses"]
 
 IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class TierMisses:
+    """Decode selections that slots counted, and how many of them found their expert absent, after one start."""
+
+    selections: int
+    cold_hits: int
+    start: TierStart
 
 
 class SessionCounts:
@@ -35,6 +47,7 @@ class SessionCounts:
         self._recency = [RecencyOrder(layer.n_experts) for layer in shape.layers]
         self._distances = [np.zeros(layer.n_experts + 1, dtype=np.int64) for layer in shape.layers]
         self._trace: list[list[IntArray]] | None = [[] for _ in shape.layers] if keep_trace else None
+        self._misses: list[TierMisses] = []
 
     def add(self, phase: Phase, n_tokens: int, ids: Sequence[IntArray]) -> None:
         """Add ``ids[layer][token, k]`` of ``n_tokens`` tokens, in their order."""
@@ -70,6 +83,22 @@ class SessionCounts:
             if reuse is not None:
                 self._distances[index] += reuse[index]
 
+    def note_misses(self, misses: TierMisses) -> None:
+        """Add what slots missed of decode selections that were absorbed."""
+        if self._misses and self._misses[-1].start is misses.start:
+            last = self._misses.pop()
+            selections, cold_hits = last.selections + misses.selections, last.cold_hits + misses.cold_hits
+            misses = TierMisses(selections, cold_hits, misses.start)
+        self._misses.append(misses)
+
+    @property
+    def misses(self) -> TierMisses | None:
+        """What slots missed of all decode selections; ``None`` where they did not count all of them after one start."""
+        if len(self._misses) != 1:
+            return None
+        selections = sum(int(layer.sum()) for layer in self.counts["decode"])
+        return self._misses[0] if self._misses[0].selections == selections > 0 else None
+
     @property
     def recency(self) -> list[NDArray[np.uint32]]:
         """How recently each expert was used in decode, by layer; see ``RecencyOrder.stamps``."""
@@ -94,8 +123,8 @@ class SessionCounts:
             for parts, layer in zip(self._trace, self.shape.layers, strict=True)
         ]
 
-    def to_histogram(self, session_hash: str, workload: str) -> SessionHistogram | None:
-        """The counts as they may be stored and uploaded; ``None`` before the first token."""
+    def to_histogram(self, session_hash: str, workload: str, live: LiveMisses | None = None) -> SessionHistogram | None:
+        """The counts as they may be stored and uploaded, with what was measured; ``None`` before the first token."""
         if not self.tokens_total:
             return None
         return SessionHistogram(
@@ -105,6 +134,7 @@ class SessionCounts:
             prefill=self._phase("prefill"),
             decode=self._phase("decode"),
             reuse=self._reuse() if self.tokens["decode"] else None,
+            live=live,
         )
 
     def _phase(self, phase: Phase) -> PhaseHistogram | None:

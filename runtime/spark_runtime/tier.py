@@ -55,6 +55,8 @@ class Tier:
     def __init__(self, shape: ModelShape, devices: Sequence[DeviceTier]) -> None:
         self.shape = shape
         self.devices = tuple(devices)
+        self.start: TierStart | None = None
+        """Where experts were put last."""
         self._device_of = {block: device for device in devices for block in device.blocks}
         missing = [layer.block for layer in shape.layers if layer.block not in self._device_of]
         if missing:
@@ -88,8 +90,10 @@ class Tier:
             if layer.top_k != mine.top_k:
                 found = f"block {mine.block}: top_k {layer.top_k}"
                 raise TierError(f"{found}, expected {mine.top_k}", "make it for this model")
+        self.start = None
         for device in self.devices:
             device.place([layer for layer in start.layers if layer.block in device.blocks], start.decay)
+        self.start = start
 
     replace = place
 

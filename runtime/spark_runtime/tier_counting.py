@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from spark_runtime.errors import RoutingReadError
-from spark_runtime.session_counts import SessionCounts
+from spark_runtime.session_counts import SessionCounts, TierMisses
 from spark_runtime.tier import PHASES, Tier, TierCounters
 from spark_schemas.ids import Phase
 
@@ -57,6 +57,7 @@ class TierCounting:
         self._session: SessionCounts | None = None
         self._committed: dict[Phase, int] = dict.fromkeys(PHASES, 0)
         self._open = False
+        self._start = tier.start
         self.totals = TierTotals()
         """Of all sessions, as of the last :meth:`flush`; may be read by any thread."""
 
@@ -76,6 +77,7 @@ class TierCounting:
         if session is not None:
             self._tier.set_recency(session.recency)
             self._tier.reset_counts()
+            self._start = self._tier.start
 
     def begin(self) -> None:
         """Start a decode call."""
@@ -98,6 +100,8 @@ class TierCounting:
         if self._session is None:
             return
         counters = self._tier.counters(reset=True)
+        # Counts of before and after a new placement cannot be told apart.
+        start, self._start = self._start if self._start is self._tier.start else None, self._tier.start
         self.totals = self.totals.plus(counters)
         for phase, n_tokens in committed.items():
             fault = self._fault(counters, phase, n_tokens)
@@ -106,6 +110,9 @@ class TierCounting:
             if fault is None and n_tokens:
                 reuse = counters.reuse if phase == "decode" else None
                 self._session.absorb(phase, n_tokens, counters.counts[phase], counters.tokens[phase], reuse)
+                if phase == "decode" and start is not None:
+                    selections = sum(int(layer.sum()) for layer in counters.counts[phase])
+                    self._session.note_misses(TierMisses(selections, sum(counters.cold[phase]), start))
 
     def _fault(self, counters: TierCounters, phase: Phase, n_tokens: int) -> str | None:
         shape = self._tier.shape

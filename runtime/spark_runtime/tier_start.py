@@ -67,6 +67,11 @@ class TierStart:
         """Slots of all layers."""
         return sum(layer.slots for layer in self.layers)
 
+    @property
+    def is_usual_policy(self) -> bool:
+        """Whether scores alone decide, with the usual decay, and nothing is pinned."""
+        return self.decay == DECAY and not any(layer.pinned for layer in self.layers)
+
 
 def profile_start(
     shape: ModelShape,

@@ -6,18 +6,23 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
-__all__ = ["FirstVersion", "Schema"]
+__all__ = ["FirstOrSecondVersion", "FirstVersion", "Schema"]
 
 
-def _require_integer(value: Any) -> Any:
+def _require_integer(expected: str) -> BeforeValidator:
     # A literal alone takes whatever equals it, and both true and 1.0 equal 1.
-    if type(value) is not int:
-        raise ValueError("Input should be the integer 1")
-    return value
+    def require(value: Any) -> Any:
+        if type(value) is not int:
+            raise ValueError(f"Input should be the integer {expected}")
+        return value
+
+    return BeforeValidator(require)
 
 
-FirstVersion = Annotated[Literal[1], BeforeValidator(_require_integer)]
+FirstVersion = Annotated[Literal[1], _require_integer("1")]
 """The only version of a schema so far."""
+FirstOrSecondVersion = Annotated[Literal[1, 2], _require_integer("1 or 2")]
+"""Of a schema that has been added to."""
 
 
 class Schema(BaseModel):

@@ -6,12 +6,14 @@ Lists stop at their first bad item (``fail_fast``): a hostile body must not beco
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated
+from collections.abc import Iterable
+from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
-from spark_schemas.base import FirstVersion, Schema
+from spark_schemas.base import FirstOrSecondVersion, Schema
 from spark_schemas.ids import Count, SessionHash, Split, WorkloadName
+from spark_schemas.live import LiveMisses
 from spark_schemas.model import MAX_BLOCKS, MAX_EXPERTS, ModelShape
 
 __all__ = [
@@ -64,6 +66,8 @@ class SessionHistogram(Schema):
     decode: PhaseHistogram | None = None
     reuse: Annotated[tuple[LayerReuse, ...], Field(max_length=MAX_BLOCKS, fail_fast=True)] | None = None
     """Decode only; present exactly when ``decode`` is."""
+    live: Annotated[LiveMisses | None, Field(exclude_if=lambda live: live is None)] = None
+    """Only with ``decode``, and in uploads of schema version 2; not even named in JSON where it is absent."""
 
     @property
     def tokens(self) -> int:
@@ -71,8 +75,13 @@ class SessionHistogram(Schema):
         return sum(phase.tokens for phase in (self.prefill, self.decode) if phase is not None)
 
     def content_id(self, fingerprint: str) -> str:
-        """SHA-256 of the canonical bytes for this model: the same counts sent twice are one histogram."""
-        return hashlib.sha256(fingerprint.encode() + b"\n" + self.model_dump_json().encode()).hexdigest()
+        """SHA-256 of the counts' canonical bytes for this model: the same counts sent twice are one histogram.
+
+        What was measured beside them is no part of it: counted again elsewhere, or sent without it to a service that
+        does not know it yet, they are still the same counts.
+        """
+        counts = self.model_dump_json(exclude={"live"})
+        return hashlib.sha256(fingerprint.encode() + b"\n" + counts.encode()).hexdigest()
 
 
 class HistogramUpload(Schema):
@@ -81,9 +90,17 @@ class HistogramUpload(Schema):
     Counts only: no order, no token ids, no text, no host, no path.
     """
 
-    schema_version: FirstVersion = 1
+    schema_version: FirstOrSecondVersion = 1
+    """2 where a session has ``live``, which version 1 does not know."""
     agent_version: Annotated[str, Field(min_length=1, max_length=64)]
     model: ModelShape
     sessions: Annotated[
         tuple[SessionHistogram, ...], Field(min_length=1, max_length=MAX_SESSIONS_PER_UPLOAD, fail_fast=True)
     ]
+
+    @classmethod
+    def of(cls, agent_version: str, model: ModelShape, sessions: Iterable[SessionHistogram]) -> Self:
+        """An upload of the lowest version that has room for what was measured, so that older services read it."""
+        chosen = tuple(sessions)
+        version: Literal[1, 2] = 2 if any(session.live is not None for session in chosen) else 1
+        return cls(schema_version=version, agent_version=agent_version, model=model, sessions=chosen)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from spark_schemas.histogram import HistogramUpload, LayerCounts, LayerReuse, PhaseHistogram, SessionHistogram
+from spark_schemas.live import LiveMisses
 from spark_schemas.model import ExpertLayer, ModelShape
 from spark_schemas.split import split_of
 
@@ -24,7 +25,10 @@ class InvariantError(ValueError):
 def check_upload(upload: HistogramUpload) -> None:
     """Check every session of an upload against its model; raise :class:`InvariantError` at the first fault."""
     for index, session in enumerate(upload.sessions):
-        check_session(session, upload.model, field=f"sessions[{index}]")
+        field = f"sessions[{index}]"
+        if session.live is not None and upload.schema_version == 1:
+            raise InvariantError(f"{field}.live", "present in schema_version 1", "absent, or schema_version 2")
+        check_session(session, upload.model, field=field)
 
 
 def check_session(session: SessionHistogram, model: ModelShape, field: str = "session") -> None:
@@ -47,6 +51,8 @@ def check_session(session: SessionHistogram, model: ModelShape, field: str = "se
         raise InvariantError(f"{field}.reuse", found, "present exactly when decode is")
     if session.reuse is not None and session.decode is not None:
         _check_reuse(session.reuse, session.decode, model, f"{field}.reuse")
+    if session.live is not None:
+        _check_live(session.live, session.decode, model, f"{field}.live")
 
 
 def _check_blocks(parts: Sequence[LayerCounts] | Sequence[LayerReuse], model: ModelShape, field: str) -> None:
@@ -95,3 +101,16 @@ def _check_reuse(reuse: Sequence[LayerReuse], decode: PhaseHistogram, model: Mod
         if part.distances[-1] < touched:
             found = f"{part.distances[-1]} first selections"
             raise InvariantError(f"{where}[-1]", found, f"at least one for each of the {touched} experts seen")
+
+
+def _check_live(live: LiveMisses, decode: PhaseHistogram | None, model: ModelShape, field: str) -> None:
+    if decode is None:
+        raise InvariantError(field, "present", "absent without decode")
+    selections = sum(sum(layer.counts) for layer in decode.layers)
+    if live.selections != selections:
+        raise InvariantError(f"{field}.selections", str(live.selections), f"the session's {selections} in decode")
+    if live.cold_hits > live.selections:
+        raise InvariantError(f"{field}.cold_hits", str(live.cold_hits), f"at most the {live.selections} selections")
+    if live.resident_bytes > model.expert_bytes_total:
+        expected = f"at most the {model.expert_bytes_total} of all experts"
+        raise InvariantError(f"{field}.resident_bytes", str(live.resident_bytes), expected)

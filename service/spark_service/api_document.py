@@ -156,6 +156,9 @@ For every session, with the model's `layers` in order (blocks without experts ar
 - `distances` has `n_experts + 1` entries with the sum of the block's decode `counts`; entry d counts selections of the
   d-th most recently used expert of the block (0: the last one used); the last entry counts first selections in the
   session and is at least the number of experts with a count;
+- `live` only in `schema_version` 2 and beside `decode`: its `selections` are the sum of all decode `counts`, its
+  `cold_hits` at most those, its `resident_bytes` at most all experts' bytes; it is no part of what makes two sessions
+  equal, and of equal ones the first one's is kept;
 - `core_bytes` plus all experts' bytes is at most 2^53.
 The first upload of a fingerprint says what the model is; a later one that differs in anything but `name` is refused.
 
@@ -308,6 +311,7 @@ _OWN_CODES: dict[tuple[str, str], set[str]] = {
     },
     ("get", "/admin/backups/{name}"): {"unknown_backup"},
     ("delete", "/admin/backups/{name}"): {"unknown_backup"},
+    ("delete", "/admin/drift/{fingerprint}/{workload}"): {"storage_full"},
 }
 """Codes that an operation has beside those of its kind."""
 

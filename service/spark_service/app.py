@@ -28,6 +28,7 @@ from spark_service.db.batch import KeyedUpload
 from spark_service.db.history import ManifestHistory
 from spark_service.db.migrate import available
 from spark_service.db.store import Store
+from spark_service.drift_routes import drift_router
 from spark_service.errors import RequestError
 from spark_service.executors import Executor
 from spark_service.inflate import BodyLimits, inflate, is_small, read_body, require_encoding
@@ -121,6 +122,7 @@ def create_app(
     _add_writes(app, store, limits or BodyLimits())
     services = ManifestServices(catalog, served, signer, answers, limits or BodyLimits(), windows)
     app.include_router(manifest_router(services))
+    app.include_router(drift_router(store))
     add_admin(app, store, keyring, retention_days=retention_days)
     add_backups(app, store)
     install_document(app)

@@ -18,6 +18,7 @@ from spark_schemas.model import ModelShape
 from spark_schemas.profile import LayerFrequencies, Profile
 from spark_service.evaluation import Plan, Stratum
 from spark_service.executors import Executor, LocalExecutor
+from spark_service.live import LiveEvaluation, live_verdict
 from spark_service.sessions import SessionPart, Sessions, merge_parts
 from spark_service.tally import Tally, Window, tally_of
 from spark_service.trials import FloatArray, Rates, joined
@@ -49,6 +50,8 @@ class Member:
     weight: int
     tally: Tally
     held_out: HeldOut
+    since_day: int | None = None
+    """Where its traffic has changed, the day since which all of these came, days since 1970."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,8 @@ class Inputs:
     members: tuple[Member, ...]
     others: Mapping[str, Tally]
     window: Window = field(default_factory=Window)
+    live: LiveEvaluation = field(default_factory=LiveEvaluation)
+    """What agents measured, of a single workload in decode."""
 
     @classmethod
     def of_parts(cls, shape: ModelShape, workload: str, parts: Mapping[str, Sequence[SessionPart]]) -> Inputs:
@@ -111,6 +116,10 @@ def revision_of(fingerprint: str, workload: str, phase: Phase, inputs: Inputs) -
     for name in sorted(inputs.others):
         if identity := inputs.others[name].identity("calibration", window):
             digest.update(f"{name} {identity}\n".encode())
+    for member in inputs.members:
+        if member.since_day is not None:
+            digest.update(f"{member.workload} since {member.since_day}\n".encode())
+    digest.update(inputs.live.identity)
     return digest.hexdigest()
 
 
@@ -156,6 +165,7 @@ def build_profile(
         for member, one, judges, of_sessions in zip(inputs.members, votes, held_out, rates, strict=True)
     ]
     evaluation = plan.evaluate(strata)
+    verdict, reason = live_verdict(evaluation.verdict, evaluation.verdict_reason, inputs.live)
     calibration = sum(votes[1:], start=votes[0])
     selections = calibration.selections(MAX_COUNT)
     profile = Profile(
@@ -173,9 +183,11 @@ def build_profile(
         ),
         curves=evaluation.curves,
         mismatch=evaluation.mismatch,
+        live=inputs.live.points,
+        live_comparisons=inputs.live.comparisons,
         warnings=tuple(warnings),
-        verdict=evaluation.verdict,
-        verdict_reason=evaluation.verdict_reason,
+        verdict=verdict,
+        verdict_reason=reason,
     )
     judges = tuple(Judges(member.weight, partial(_within, member.held_out, window)) for member in inputs.members)
     return BuiltProfile(profile, judges)

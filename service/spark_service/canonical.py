@@ -28,6 +28,7 @@ from spark_schemas.histogram import (
     SessionHistogram,
 )
 from spark_schemas.ids import MAX_COUNT, Phase
+from spark_schemas.live import LiveMisses, LiveProfile
 from spark_schemas.model import ModelShape
 from spark_schemas.split import split_of
 from spark_service.errors import RequestError
@@ -44,6 +45,7 @@ SAFE_COUNT = 2**40
 
 _SESSIONS = b'"sessions":['
 _SESSION = b'{"session_hash":'
+_LIVE = b',"live":'
 _NUMBERS = b"0123456789,"
 _HASH = re.compile(r"[0-9a-f]{64}")
 _WORKLOAD = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
@@ -75,16 +77,19 @@ def read_canonical(raw: bytes) -> PackedUpload | None:
         return None
     try:
         phases = [_read_phases(session, model) for session in sessions]
-    except (KeyError, OverflowError):
-        # A digit or a comma inside a name, or a number beyond 64 bits.
+        lives = [_read_live(session, model) for session in sessions]
+    except (KeyError, OverflowError, ValidationError):
+        # A digit or a comma inside a name, or a number beyond 64 bits or beyond what the schema takes.
         return None
     packed = []
-    for session, text, read in zip(sessions, _session_texts(tail), phases, strict=True):
+    for session, text, read, live in zip(sessions, _session_texts(tail), phases, lives, strict=True):
         session_hash, split = session["session_hash"], split_of(session["session_hash"])
-        if read is None or session.get("split") != split:
+        if read is None or session.get("split") != split or (live is None) != ("live" not in session):
             return None
-        content_id = hashlib.sha256(model.shape.fingerprint.encode() + b"\n" + text).hexdigest()
-        packed.append(PackedSession(content_id, session_hash, split, session["workload"], read))
+        # The content is that of the counts alone, which come first.
+        counts = text if live is None else text[: text.index(_LIVE)] + b"}"
+        content_id = hashlib.sha256(model.shape.fingerprint.encode() + b"\n" + counts).hexdigest()
+        packed.append(PackedSession(content_id, session_hash, split, session["workload"], read, live))
     return PackedUpload(model.shape, tuple(packed))
 
 
@@ -96,9 +101,10 @@ class _Head(HistogramUpload):
 
 @dataclass(frozen=True)
 class _Model:
-    """A model's shape as arrays over its layers."""
+    """A model's shape as arrays over its layers, and which version of the schema described it."""
 
     shape: ModelShape
+    schema_version: int
 
     @cached_property
     def blocks(self) -> list[int]:
@@ -129,7 +135,7 @@ def _model_of(head: bytes) -> _Model | None:
     shape = parsed.model
     if shape.core_bytes + shape.expert_bytes_total > MAX_COUNT:
         return None
-    return _Model(shape)
+    return _Model(shape, parsed.schema_version)
 
 
 def _expected_skeleton(sessions: Sequence[Any], n_layers: int) -> bytes | None:
@@ -148,9 +154,28 @@ def _expected_skeleton(sessions: Sequence[Any], n_layers: int) -> bytes | None:
             return None
         if not isinstance(workload, str) or not _WORKLOAD.fullmatch(workload):
             return None
-        present = (session.get("prefill") is not None, session.get("decode") is not None)
-        before, between, after = _skeleton(n_layers, *present, split_of(session_hash) == "held_out")
-        skeletons += [before, _without_numbers(session_hash), between, _without_numbers(workload), after]
+        names = [session_hash, workload]
+        live = session.get("live")
+        profile = live.get("profile") if isinstance(live, dict) else None
+        if isinstance(profile, dict):
+            of, revision = profile.get("workload"), profile.get("revision")
+            if not isinstance(of, str) or not _WORKLOAD.fullmatch(of):
+                return None
+            if not isinstance(revision, str) or not _HASH.fullmatch(revision):
+                return None
+            names += [of, revision]
+        kind = _Kind(
+            n_layers=n_layers,
+            prefill=session.get("prefill") is not None,
+            decode=session.get("decode") is not None,
+            held_out=split_of(session_hash) == "held_out",
+            live=live is not None,
+            profile=isinstance(profile, dict),
+        )
+        first, *others = _skeleton(kind)
+        skeletons.append(first)
+        for name, skeleton in zip(names, others, strict=True):
+            skeletons += [_without_numbers(name), skeleton]
     return b"".join([*skeletons, b"]}"])
 
 
@@ -158,22 +183,39 @@ def _without_numbers(text: str) -> bytes:
     return text.encode().translate(None, _NUMBERS)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """What of a session is there."""
+
+    n_layers: int
+    prefill: bool
+    decode: bool
+    held_out: bool
+    live: bool
+    profile: bool
+
+
 @lru_cache(maxsize=256)
-def _skeleton(n_layers: int, prefill: bool, decode: bool, held_out: bool) -> tuple[bytes, bytes, bytes]:
-    """A session's skeleton before its hash, between that and its workload, and after that, from the schema itself."""
+def _skeleton(kind: _Kind) -> tuple[bytes, ...]:
+    """A session's skeleton, from the schema itself, in pieces.
+
+    Between them belong its hash, its workload, and the workload and revision of the profile that it ran with.
+    """
     phase = PhaseHistogram.model_construct(
-        tokens=0, layers=(LayerCounts.model_construct(block=0, tokens=0, counts=()),) * n_layers
+        tokens=0, layers=(LayerCounts.model_construct(block=0, tokens=0, counts=()),) * kind.n_layers
     )
+    profile = LiveProfile.model_construct(workload="%", revision="%", vram_budget_bytes=0) if kind.profile else None
+    live = LiveMisses.model_construct(selections=0, cold_hits=0, resident_bytes=0, profile=profile)
     session = SessionHistogram.model_construct(
         session_hash="%",
-        split="held_out" if held_out else "calibration",
+        split="held_out" if kind.held_out else "calibration",
         workload="%",
-        prefill=phase if prefill else None,
-        decode=phase if decode else None,
-        reuse=(LayerReuse.model_construct(block=0, distances=()),) * n_layers if decode else None,
+        prefill=phase if kind.prefill else None,
+        decode=phase if kind.decode else None,
+        reuse=(LayerReuse.model_construct(block=0, distances=()),) * kind.n_layers if kind.decode else None,
+        live=live if kind.live else None,
     )
-    before, between, after = _without_numbers(session.model_dump_json()).split(b"%")
-    return before, between, after
+    return tuple(_without_numbers(session.model_dump_json()).split(b"%"))
 
 
 def _session_texts(tail: bytes) -> list[bytes]:
@@ -193,6 +235,16 @@ def _read_phases(session: dict[str, Any], model: _Model) -> tuple[PackedPhase, .
             return None
         phases.append(read)
     return tuple(phases) or None
+
+
+def _read_live(session: dict[str, Any], model: _Model) -> LiveMisses | None:
+    """What was measured, or None unless every invariant holds; raises as the schema does."""
+    if "live" not in session or model.schema_version == 1 or session["decode"] is None:
+        return None
+    live = LiveMisses.model_validate(session["live"])
+    selections = sum(sum(layer["counts"]) for layer in session["decode"]["layers"])
+    fits = live.resident_bytes <= model.shape.expert_bytes_total
+    return live if live.selections == selections and live.cold_hits <= selections and fits else None
 
 
 def _read_phase(phase: Phase, session: dict[str, Any], model: _Model) -> PackedPhase | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from spark_schemas.drift import Drift
 from spark_schemas.histogram import SessionHistogram
 from spark_schemas.ids import Phase
 from spark_schemas.manifest import PlacementManifest
@@ -17,12 +18,17 @@ from spark_schemas.mix import Mix
 from spark_schemas.model import ModelShape
 from spark_schemas.profile import Profile, ProfileSummary
 from spark_service.build_budget import BuildBudget
-from spark_service.builders import BuiltProfile, Inputs, Member, build_profile, revision_of
+from spark_service.builders import BuiltProfile, HeldOut, Inputs, Member, build_profile, revision_of
+from spark_service.db.drift import load_states
+from spark_service.db.live import live_parts
 from spark_service.db.store import Store
 from spark_service.db.tallies import Counted, TallyKey
+from spark_service.drift_watch import drift_of
 from spark_service.errors import RequestError, StorageError
 from spark_service.executors import Executor, LocalExecutor
+from spark_service.live import LiveEvaluation, evaluate_live
 from spark_service.manifests import Budget, build_manifest
+from spark_service.moved import held_out_since, moved_warnings, since_days
 from spark_service.nearest_workloads import GeneralHints, rank_workloads
 from spark_service.tallies import Tallies
 from spark_service.tally import Tally, Window
@@ -126,7 +132,9 @@ class Catalog:
         window, and too many of those were built lately.
         """
         shape = self._require_model(fingerprint, sibling, workload)
-        return self._require_built(shape, workload, phase, window).profile
+        profile = self._require_built(shape, workload, phase, window).profile
+        drift = self._drift(fingerprint).get(workload)
+        return profile if drift is None else profile.model_copy(update={"drift": drift})
 
     def manifest(
         self,
@@ -145,6 +153,8 @@ class Catalog:
 
     def summaries(self, fingerprint: str | None, phase: Phase) -> tuple[ProfileSummary, ...]:
         """List every profile that can be pulled; each is built if it is not remembered."""
+        models = [shape for shape in self._store.models() if fingerprint in (None, shape.fingerprint)]
+        drift = {shape.fingerprint: self._drift(shape.fingerprint) for shape in models}
         return tuple(
             ProfileSummary(
                 fingerprint=shape.fingerprint,
@@ -155,9 +165,9 @@ class Catalog:
                 n_calibration=built.profile.n_calibration,
                 n_held_out=built.profile.n_held_out,
                 verdict=built.profile.verdict,
+                drift=drift[shape.fingerprint].get(workload),
             )
-            for shape in self._store.models()
-            if fingerprint in (None, shape.fingerprint)
+            for shape in models
             for workload in self._store.workloads(shape.fingerprint)
             if (built := self._usual_profile(shape, workload, phase)) is not None
         )
@@ -230,8 +240,9 @@ class Catalog:
         inputs: Inputs,
         warnings: Sequence[str],
     ) -> BuiltProfile | None:
+        told = [*warnings, *moved_warnings(inputs.members)]
         build = partial(
-            build_profile, shape, str(asked.mix), asked.phase, revision, inputs, self._executor, warnings=warnings
+            build_profile, shape, str(asked.mix), asked.phase, revision, inputs, self._executor, warnings=told
         )
         if not asked.of_a_reader:
             return build()
@@ -244,15 +255,42 @@ class Catalog:
 
     def _inputs(self, shape: ModelShape, asked: _Asked) -> Inputs:
         of = shape if asked.source == shape.fingerprint else self._shape(asked.source)
-        counted = self._tallies.of(of, asked.phase)
+        counted, since = self._counted(of, asked.phase)
         nothing = Counted(Tally(tuple(layer.n_experts for layer in shape.layers)), 0)
         members = []
         for name, weight in asked.mix.members:
-            own = counted.get(name, nothing)
-            held_out = partial(self._tallies.held_out, TallyKey(asked.source, name, asked.phase), own.number)
-            members.append(Member(name, weight, own.tally, held_out))
+            own, day = counted.get(name, nothing), since.get(name)
+            held_out: HeldOut = partial(self._tallies.held_out, TallyKey(asked.source, name, asked.phase), own.number)
+            if day is not None:
+                held_out = partial(held_out_since, day, held_out)
+            members.append(Member(name, weight, own.tally, held_out, day))
         others = {name: other.tally for name, other in counted.items() if name not in asked.mix.names}
-        return Inputs(tuple(members), others, asked.window)
+        return Inputs(tuple(members), others, asked.window, self._live(shape, asked, since))
+
+    def _counted(self, shape: ModelShape, phase: Phase) -> tuple[dict[str, Counted], dict[str, int]]:
+        """Tallies by workload of the sessions that count, and from which day on they do where traffic has changed."""
+        counted = self._tallies.of(shape, phase)
+        with self._store.reading() as cursor:
+            states = {name: state for (_, name), state in load_states(cursor, shape.fingerprint).items()}
+        since = since_days(states, {name: one.tally for name, one in counted.items()}, self._min_sessions)
+        recent = {name: Counted(counted[name].tally.since(day), counted[name].number) for name, day in since.items()}
+        return counted | recent, since
+
+    def _live(self, shape: ModelShape, asked: _Asked, since: Mapping[str, int]) -> LiveEvaluation:
+        """What agents measured with this very file, of a workload alone: nobody can say it of a mix."""
+        if asked.phase != "decode" or len(asked.mix.names) > 1 or asked.source != shape.fingerprint:
+            return LiveEvaluation()
+        [name] = asked.mix.names
+        days = [since[name]] if name in since else []
+        if asked.window.days:
+            days.append(asked.window.today - asked.window.days + 1)
+        with self._store.reading() as cursor:
+            parts = live_parts(cursor, shape.fingerprint, name)
+        return evaluate_live(parts, name, shape.expert_bytes_total, first_day=max(days, default=None))
+
+    def _drift(self, fingerprint: str) -> dict[str, Drift]:
+        with self._store.reading() as cursor:
+            return {name: drift_of(state) for (_, name), state in load_states(cursor, fingerprint).items()}
 
     def _is_enough(self, tally: Tally, window: Window) -> bool:
         return tally.n_sessions("calibration", window) >= self._min_sessions
@@ -294,7 +332,7 @@ class Catalog:
         known = self._store.workloads(shape.fingerprint)
         if workload not in known:
             raise self._unknown_workload(shape, workload, known, phase)
-        counted = self._tallies.of(shape, phase).get(workload)
+        counted = self._counted(shape, phase)[0].get(workload)
         tally = counted.tally if counted is not None else Tally(tuple(layer.n_experts for layer in shape.layers))
         found = tally.n_sessions("calibration", window)
         longer = "" if found == tally.n_sessions("calibration", Window()) else "; or ask for a longer window_days"

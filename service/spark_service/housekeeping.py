@@ -1,4 +1,4 @@
-"""What a running service does by itself: store the tokens' last use, remove what is too old."""
+"""What a running service does by itself: store the tokens' last use, remove what is too old, look out for drift."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from datetime import UTC, date, datetime
 from typing import Self
 
 from spark_service.db.store import Store
+from spark_service.drift_watch import DriftWatch
 from spark_service.errors import StorageError
 from spark_service.keyring import Keyring
 from spark_service.retention import apply_retention
@@ -26,8 +27,17 @@ class Housekeeping:
     A database that refuses is logged and asked again a minute later.
     """
 
-    def __init__(self, store: Store, keyring: Keyring, retention_days: int, interval_seconds: float = INTERVAL_SECONDS):
+    def __init__(
+        self,
+        store: Store,
+        keyring: Keyring,
+        retention_days: int,
+        interval_seconds: float = INTERVAL_SECONDS,
+        *,
+        watch: DriftWatch | None = None,
+    ):
         self._store = store
+        self._watch = watch or DriftWatch(store)
         self._keyring = keyring
         self._retention_days = retention_days
         self._interval_seconds = interval_seconds
@@ -48,6 +58,13 @@ class Housekeeping:
     def work(self, today: date) -> None:
         """Do what is due. ``today`` is the day in UTC."""
         self._attempt_flush()
+        self._attempt_retention(today)
+        try:
+            self._watch.review_if_due()
+        except StorageError as error:
+            log.error("drift: %s", error)
+
+    def _attempt_retention(self, today: date) -> None:
         if self._retained_on == today:
             return
         try:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from spark_schemas.histogram import HistogramUpload, PhaseHistogram, SessionHistogram
 from spark_schemas.ids import Phase, Split
+from spark_schemas.live import LiveMisses
 from spark_schemas.model import ModelShape
 from spark_service.errors import StorageError
 
@@ -42,6 +43,7 @@ class PackedSession:
     split: Split
     workload: str
     phases: tuple[PackedPhase, ...]
+    live: LiveMisses | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,12 @@ def _pack_session(session: SessionHistogram, fingerprint: str) -> PackedSession:
         layer_tokens = tuple(layer.tokens for layer in part.layers)
         phases.append(PackedPhase(phase, part.tokens, layer_tokens, counts, reuse))
     return PackedSession(
-        session.content_id(fingerprint), session.session_hash, session.split, session.workload, tuple(phases)
+        session.content_id(fingerprint),
+        session.session_hash,
+        session.split,
+        session.workload,
+        tuple(phases),
+        session.live,
     )
 
 

@@ -14,6 +14,7 @@ import uvicorn
 
 from spark_service.app import create_app
 from spark_service.db.store import Store
+from spark_service.drift_watch import DriftWatch
 from spark_service.errors import AddressError
 from spark_service.executors import executor_for
 from spark_service.housekeeping import Housekeeping
@@ -87,6 +88,7 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
                 windows=Windows(settings.window_days, settings.half_life_days),
                 retention_days=settings.retention_days,
             )
+            watch = DriftWatch(store, min_sessions=settings.min_sessions)
             if settings.open_access:
                 app.add_middleware(LocalOnly)
             server = uvicorn.Server(
@@ -105,7 +107,7 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
             gc.freeze()
             announce(_base_url(settings.host, listener))
             with (
-                Housekeeping(store, keyring, settings.retention_days),
+                Housekeeping(store, keyring, settings.retention_days, watch=watch),
                 segment_mover(store, settings.segment_after_days),
             ):
                 server.run(sockets=[listener])

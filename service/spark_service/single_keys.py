@@ -31,6 +31,9 @@ def _keys(upload: HistogramUpload) -> int:
     per_phase, per_layer, per_reuse = (len(kind.model_fields) for kind in (PhaseHistogram, LayerCounts, LayerReuse))
     for session in upload.sessions:
         count += len(session.model_fields_set) + per_reuse * len(session.reuse or ())
+        if session.live is not None:
+            profile = session.live.profile
+            count += len(session.live.model_fields_set) + (0 if profile is None else len(profile.model_fields_set))
         for phase in (session.prefill, session.decode):
             if phase is not None:
                 count += per_phase + per_layer * len(phase.layers)

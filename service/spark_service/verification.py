@@ -15,12 +15,14 @@ from pydantic import ValidationError
 
 from spark_schemas.ids import Phase
 from spark_schemas.invariants import check_session
+from spark_schemas.live import LiveMisses
 from spark_schemas.model import ModelShape
 from spark_schemas.split import split_of
 from spark_service.backup import working_folder
 from spark_service.backup_format import SEGMENTS_NAME, unpack
 from spark_service.db.checksums import TableSum, table_sums
 from spark_service.db.connection import Database
+from spark_service.db.live import live_misses
 from spark_service.db.migrate import available, pending
 from spark_service.db.scan import snapshot
 from spark_service.db.segments import SegmentFolder
@@ -51,6 +53,10 @@ _ORPHANS = (
     (
         "histogram {}: found in a segment that is not known",
         "SELECT content_id FROM segment_rows ANTI JOIN segments ON segment = name",
+    ),
+    (
+        "measurement {}: found no part that it belongs to",
+        "SELECT content_id FROM live ANTI JOIN parts USING (content_id)",
     ),
     (
         "part {}: found it although its session was deleted",
@@ -202,20 +208,34 @@ def _stored_counts(
                     stack.enter_context(snapshot(database, segments, Lock(), phase, fingerprint=model.fingerprint))
                     for phase in get_args(Phase)
                 ]
-                yield from (_count_fault(part, phases, model) for part, phases in parts_of(*held))
+                with database.cursor() as cursor:
+                    live = live_misses(cursor, model.fingerprint)
+                for part, phases in parts_of(*held):
+                    yield _count_fault(part, phases, model, live.get(part.content_id))
         except StorageError as error:
             # What could not be read ends the reading of this model.
             yield f"model {model.fingerprint}: {error.message}"
 
 
-def _count_fault(part: StoredPart, phases: list[StoredPhase], model: ModelShape) -> str | None:
+def _count_fault(part: StoredPart, phases: list[StoredPhase], model: ModelShape, live: LiveMisses | None) -> str | None:
     try:
-        session = session_of(part, phases)
+        session = session_of(part, phases).model_copy(update={"live": live})
         check_session(session, model, field=f"part {part.content_id}")
     except ValueError as error:
         return str(error) if part.content_id in str(error) else f"part {part.content_id}: {error}"
     found = session.content_id(model.fingerprint)
+    fault = None if live is None else _live_fault(live)
+    if fault is not None:
+        return f"part {part.content_id}: {fault}"
     return None if found == part.content_id else f"part {part.content_id}: found counts with content id {found}"
+
+
+def _live_fault(live: LiveMisses) -> str | None:
+    try:
+        LiveMisses.model_validate(live.model_dump(warnings=False))
+    except ValidationError as error:
+        return f"found measurements with {error.error_count()} faults, expected none"
+    return None
 
 
 def _orphans(database: Database) -> Iterator[str | None]:

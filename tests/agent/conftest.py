@@ -18,6 +18,7 @@ import zstandard
 from spark_agent.spool import Spool
 from spark_schemas.histogram import HistogramUpload, LayerCounts, LayerReuse, PhaseHistogram, SessionHistogram
 from spark_schemas.invariants import check_upload
+from spark_schemas.live import LiveMisses, LiveProfile
 from spark_schemas.manifest import PRIOR_SCALE, LayerPlacement, PlacementManifest, TierBytes
 from spark_schemas.model import ExpertLayer, ModelShape
 from spark_schemas.split import split_of
@@ -138,6 +139,26 @@ def make_session() -> SessionFactory:
             decode=PhaseHistogram(tokens=decode, layers=tuple(layers)) if decode else None,
             reuse=tuple(reuse) if decode else None,
         )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def measured() -> Callable[..., SessionHistogram]:
+    """A session that ran in tiers and missed a share of its decode selections."""
+
+    def make(
+        session: SessionHistogram, rate: float = 0.5, resident_bytes: int = 400, profile: LiveProfile | None = None
+    ) -> SessionHistogram:
+        assert session.decode is not None
+        selections = sum(sum(layer.counts) for layer in session.decode.layers)
+        live = LiveMisses(
+            selections=selections,
+            cold_hits=round(rate * selections),
+            resident_bytes=resident_bytes,
+            profile=profile,
+        )
+        return session.model_copy(update={"live": live})
 
     return make
 

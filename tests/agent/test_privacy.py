@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from spark_agent.privacy import MINIMUM_TOKENS, form_groups, merge_sessions
 from spark_schemas.histogram import SessionHistogram
 from spark_schemas.invariants import check_session
+from spark_schemas.live import LiveProfile
 from spark_schemas.split import split_of
 
 PARTS = st.lists(
@@ -109,3 +110,33 @@ def test_parts_that_do_not_belong_together_are_refused(make_model, make_session)
     other = session.model_copy(update={"prefill": session.prefill.model_copy(update={"layers": shifted})})
     with pytest.raises(ValueError, match=r"same blocks, found \[1, 2\]"):
         merge_sessions([session, other])
+
+
+PROFILE = LiveProfile(workload="chat", revision="a" * 64, vram_budget_bytes=7)
+
+
+def test_measurements_of_one_placement_add_up(make_model, make_session, measured):
+    model = make_model()
+    parts = [measured(make_session(model, 1, part=part), profile=PROFILE) for part in (1, 2, 3)]
+    parts.append(make_session(model, 1, decode=0, part=4))
+    merged = merge_sessions(parts)
+    check_session(merged, model)
+    assert merged.live is not None
+    assert merged.live.cold_hits == sum(part.live.cold_hits for part in parts[:3])
+    assert (merged.live.resident_bytes, merged.live.profile) == (400, PROFILE)
+    assert merge_sessions(parts[::-1]) == merged
+
+
+@pytest.mark.parametrize("other", ["unmeasured", "resident", "unprofiled", "profile"])
+def test_measurements_of_several_placements_are_left_out(make_model, make_session, measured, other):
+    model = make_model()
+    one, two = (make_session(model, 1, part=part) for part in (1, 2))
+    second = {
+        "unmeasured": two,
+        "resident": measured(two, resident_bytes=500, profile=PROFILE),
+        "unprofiled": measured(two),
+        "profile": measured(two, profile=PROFILE.model_copy(update={"revision": "b" * 64})),
+    }[other]
+    merged = merge_sessions([measured(one, profile=PROFILE), second])
+    assert merged.live is None
+    assert merged == merge_sessions([one, two])

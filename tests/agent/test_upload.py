@@ -189,6 +189,55 @@ def test_one_bad_histogram_does_not_take_others_with_it(
     assert len(service.requests) == sent
 
 
+def measured_rows(spool: Spool, make_model, make_session, measured, *seeds: int) -> None:
+    for seed in seeds:
+        assert spool.add(make_model(), measured(make_session(make_model(), seed)))
+
+
+def test_measurements_are_shown_and_sent(spool, service, send, make_model, make_session, measured):
+    measured_rows(spool, make_model, make_session, measured, 1, 2)
+    shown = list(preview(spool, minimum_tokens=0))
+    assert send().uploaded == 2
+    assert service.uploads == shown
+    assert shown[0].startswith(b'{"schema_version":2,')
+    assert {session.live.resident_bytes for session in service.stored.values()} == {400}
+
+
+def test_an_older_service_gets_the_counts_alone(
+    spool, service, send, fill, make_model, make_session, measured, make_problem
+):
+    """Once it has said that it does not know the version; what was counted is the same histogram either way."""
+    measured_rows(spool, make_model, make_session, measured, 1, 2)
+    fill(3)
+    fill(4, model_seed=1)
+    measured_rows_of_other = measured(make_session(make_model(2), 5))
+    assert spool.add(make_model(2), measured_rows_of_other)
+
+    def refuse(upload):
+        if upload.schema_version == 1:
+            return None
+        return make_problem(422, "Unprocessable", field="schema_version")
+
+    service.refuse = refuse
+    report = send()
+    assert (report.uploaded, report.rejected, report.pending, report.last_error) == (5, 0, 0, None)
+    assert all(session.live is None for session in service.stored.values())
+    assert sum(b'"schema_version":2,"agent' in body for body in service.uploads) == 1, "asked once"
+    service.refuse = lambda upload: None
+    for seed in (1, 2):
+        assert not spool.add(make_model(), measured(make_session(make_model(), seed)))
+        assert not spool.add(make_model(), make_session(make_model(), seed))
+
+
+def test_another_refusal_is_not_taken_for_an_older_service(
+    spool, service, send, make_model, make_session, measured, make_problem
+):
+    measured_rows(spool, make_model, make_session, measured, 1)
+    service.refuse = lambda upload: make_problem(422, "Untrue", field="sessions[0].live.selections")
+    report = send()
+    assert (report.uploaded, report.rejected) == (0, 1)
+
+
 def test_a_service_that_refuses_everything_is_not_believed(spool, service, send, fill, make_problem):
     fill(*range(40))
     service.refuse = lambda upload: make_problem(422, "Unknown schema version")

@@ -13,6 +13,7 @@ from tier_runs import OPTIONS, SIZE, load
 from spark_runtime.engine import Engine, EngineOptions
 from spark_runtime.errors import DecodeError, RoutingReadError
 from spark_runtime.session_counts import SessionCounts
+from spark_runtime.tier_start import uniform_start
 from spark_schemas.histogram import SessionHistogram
 from spark_schemas.invariants import check_session
 
@@ -95,6 +96,52 @@ def test_counts_are_those_of_the_callback(run: Any, residency: float, model: Pat
         expected = run(engine)
     with load(model, residency) as engine:
         assert run(engine) == expected
+
+
+@pytest.mark.parametrize("residency", [0.0, 0.5, 1.0])
+def test_what_sessions_missed_is_what_the_slots_counted(residency: float, model: Path) -> None:
+    with load(model, residency) as engine:
+        sessions = [SessionCounts(engine.shape) for _ in range(2)]
+        for turn in range(3):
+            for index, session in enumerate(sessions):
+                talk(engine, session, 10 * turn + index)
+        totals = engine.tier_totals
+        assert totals is not None
+        misses = [session.misses for session in sessions]
+        assert all(one is not None and one.start is engine.tier.start for one in misses)
+        assert sum(one.selections for one in misses) == totals.selections["decode"]
+        assert sum(one.cold_hits for one in misses) == totals.cold_hits["decode"]
+        assert (totals.cold_hits["decode"] == 0) == (residency == 1.0)
+
+
+def test_a_session_that_saw_two_placements_tells_of_none(model: Path) -> None:
+    """Neither where the counters were read in between nor where they were not; the next session does again."""
+    with load(model, 0.5) as engine:
+        other = uniform_start(engine.shape, 0.5)
+        for inside in (True, False):
+            session = SessionCounts(engine.shape)
+            with engine.counting(session):
+                engine.reset()
+                engine.feed(tokens(9, 1), "decode", batch=1)
+                if inside:
+                    engine.tier.place(other)
+                    engine.feed(tokens(9, 2), "decode", batch=1)
+            if not inside:
+                engine.tier.place(uniform_start(engine.shape, 0.4))
+                with engine.counting(session):
+                    engine.feed(tokens(9, 2), "decode", batch=1)
+            assert session.tokens["decode"] == 18
+            assert session.misses is None
+        session = SessionCounts(engine.shape)
+        talk(engine, session, 1)
+        assert session.misses is not None
+
+
+def test_without_slots_nothing_is_said_to_be_missed(model: Path) -> None:
+    with callback(model) as engine:
+        session = SessionCounts(engine.shape)
+        talk(engine, session, 1)
+        assert session.misses is None
 
 
 def test_counting_off_leaves_the_tier_counting(model: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spark_schemas.histogram import HistogramUpload, LayerCounts, LayerReuse, PhaseHistogram, SessionHistogram
+from spark_schemas.live import LiveMisses, LiveProfile
 from spark_schemas.model import ExpertLayer, ModelShape
 from spark_schemas.split import split_of
 
@@ -60,3 +61,10 @@ def session() -> SessionHistogram:
 @pytest.fixture
 def upload(model: ModelShape, session: SessionHistogram) -> HistogramUpload:
     return HistogramUpload(agent_version="0.1.0", model=model, sessions=(session,))
+
+
+@pytest.fixture
+def measured() -> LiveMisses:
+    """Of the session above: 8 selections, 8 experts of 100 bytes."""
+    profile = LiveProfile(workload="chat", revision="c" * 64, vram_budget_bytes=5000)
+    return LiveMisses(selections=8, cold_hits=8, resident_bytes=800, profile=profile)

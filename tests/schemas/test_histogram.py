@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from spark_schemas.histogram import HistogramUpload, SessionHistogram
 from spark_schemas.invariants import InvariantError, check_session, check_upload
+from spark_schemas.live import LiveMisses
 from spark_schemas.model import ModelShape
 from spark_schemas.split import split_of
 
@@ -36,7 +37,7 @@ def _session(body: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda body: body.update(schema_version=2),
+        lambda body: body.update(schema_version=3),
         lambda body: body.update(host="laptop"),
         lambda body: _session(body).update(text="hello"),
         lambda body: _session(body).update(session_hash="A" * 64),
@@ -96,6 +97,69 @@ def test_the_last_block_may_route_fewer_tokens_in_prefill_only(model: ModelShape
     deeper = model.model_copy(update={"n_blocks": 4})
     with pytest.raises(InvariantError, match=r"prefill.layers\[1\].tokens"):
         check_session(session, deeper)
+
+
+def test_what_was_measured_is_no_part_of_the_content(session: SessionHistogram, measured: LiveMisses) -> None:
+    with_it = session.model_copy(update={"live": measured})
+    assert with_it.content_id("mf1-x") == session.content_id("mf1-x")
+    assert SessionHistogram.model_validate_json(with_it.model_dump_json()) == with_it
+    assert '"live"' not in session.model_dump_json()
+
+
+def test_an_upload_has_the_lowest_version_that_holds_it(
+    model: ModelShape, session: SessionHistogram, measured: LiveMisses
+) -> None:
+    plain = HistogramUpload.of("0.1.0", model, [session])
+    assert plain == HistogramUpload(agent_version="0.1.0", model=model, sessions=(session,))
+    assert plain.schema_version == 1
+    mixed = HistogramUpload.of("0.1.0", model, [session, session.model_copy(update={"live": measured})])
+    assert mixed.schema_version == 2
+    check_upload(mixed)
+    check_upload(plain.model_copy(update={"schema_version": 2}))
+    with pytest.raises(InvariantError, match=r"sessions\[1\].live: found present in schema_version 1"):
+        check_upload(mixed.model_copy(update={"schema_version": 1}))
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("selections", {"selections": 7}),
+        ("cold_hits", {"cold_hits": 9}),
+        ("resident_bytes", {"resident_bytes": 801}),
+    ],
+)
+def test_an_untrue_measurement_is_named(
+    model: ModelShape, session: SessionHistogram, measured: LiveMisses, field: str, change: dict[str, int]
+) -> None:
+    check_session(session.model_copy(update={"live": measured}), model)
+    wrong = session.model_copy(update={"live": measured.model_copy(update=change)})
+    with pytest.raises(InvariantError) as caught:
+        check_session(wrong, model)
+    assert caught.value.field == f"session.live.{field}"
+
+
+def test_nothing_is_measured_without_decode(model: ModelShape, session: SessionHistogram, measured: LiveMisses) -> None:
+    prefill = session.model_copy(update={"decode": None, "reuse": None, "live": measured})
+    with pytest.raises(InvariantError, match=r"session.live: found present, expected absent without decode"):
+        check_session(prefill, model)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"selections": 0},
+        {"selections": 2**53 + 1},
+        {"cold_hits": -1},
+        {"resident_bytes": 0},
+        {"host": "laptop"},
+        {"profile": {"workload": "../etc", "revision": "0" * 64, "vram_budget_bytes": 1}},
+        {"profile": {"workload": "chat", "revision": "0" * 63, "vram_budget_bytes": 1}},
+        {"profile": {"workload": "chat", "revision": "0" * 64}},
+    ],
+)
+def test_the_schema_refuses_a_measurement(measured: LiveMisses, change: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        LiveMisses.model_validate_json(json.dumps(measured.model_dump() | change))
 
 
 def test_content_id_is_of_the_counts_and_the_model(session: SessionHistogram) -> None:

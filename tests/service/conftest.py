@@ -15,6 +15,7 @@ from starlette.testclient import TestClient
 from spark_runtime.recency import RecencyOrder
 from spark_schemas.histogram import HistogramUpload, LayerCounts, LayerReuse, PhaseHistogram, SessionHistogram
 from spark_schemas.ids import Split
+from spark_schemas.live import LiveMisses, LiveProfile
 from spark_schemas.model import ExpertLayer, ModelShape
 from spark_schemas.split import split_of
 from spark_service.app import create_app
@@ -122,7 +123,30 @@ class Make:
         return made
 
     def upload(self, shape: ModelShape, sessions: Sequence[SessionHistogram]) -> HistogramUpload:
-        return HistogramUpload(agent_version="0.1.0", model=shape, sessions=tuple(sessions))
+        return HistogramUpload.of("0.1.0", shape, sessions)
+
+    def live(
+        self,
+        shape: ModelShape,
+        session: SessionHistogram,
+        rate: float = 0.1,
+        *,
+        residency: float = 0.6,
+        profile: LiveProfile | None = None,
+    ) -> SessionHistogram:
+        """A session that was measured: it missed a share of its decode selections."""
+        assert session.decode is not None
+        selections = sum(sum(layer.counts) for layer in session.decode.layers)
+        misses = LiveMisses(
+            selections=selections,
+            cold_hits=round(rate * selections),
+            resident_bytes=round(residency * shape.expert_bytes_total),
+            profile=profile,
+        )
+        return session.model_copy(update={"live": misses})
+
+    def profile(self, workload: str = "code", revision: str = "7a" * 32, vram: int = 4000) -> LiveProfile:
+        return LiveProfile(workload=workload, revision=revision, vram_budget_bytes=vram)
 
     def body(self, shape: ModelShape, sessions: Sequence[SessionHistogram]) -> bytes:
         return self.upload(shape, sessions).model_dump_json().encode()

@@ -239,6 +239,8 @@ def test_every_operation_documents_problems(client: TestClient) -> None:
         "/api/v1/admin/manifests/{fingerprint}/{workload}/pin",
         "/api/v1/signing-key",
         "/api/v1/workloads/nearest",
+        "/api/v1/drift",
+        "/api/v1/admin/drift/{fingerprint}/{workload}",
     }
 
 

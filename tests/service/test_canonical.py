@@ -61,6 +61,96 @@ def test_the_last_block_may_route_fewer_in_prefill(make: Any) -> None:
     assert not check(compact(data))
 
 
+def measured(make: Any, **how: Any) -> bytes:
+    """Uploads with measurements of each kind, and without, beside each other."""
+    shape = make.shape()
+    first, second, third = make.sessions(shape, 2, 1, **how)
+    sessions = [make.live(shape, first, 0.25), make.live(shape, second, profile=make.profile("7-up")), third]
+    raw: bytes = make.body(shape, sessions)
+    return raw
+
+
+@pytest.mark.parametrize("how", [{}, {"prefill": 30}])
+def test_measurements_are_read_fast(make: Any, how: dict[str, Any]) -> None:
+    raw = measured(make, **how)
+    assert raw.startswith(b'{"schema_version":2,')
+    assert check(raw)
+    upload = read_canonical(raw)
+    assert upload is not None
+    assert [session.live is None for session in upload.sessions] == [False, False, True]
+    plain = read_canonical(make.body(make.shape(), make.sessions(make.shape(), 2, 1, **how)))
+    assert plain is not None
+    assert [one.content_id for one in plain.sessions] == [one.content_id for one in upload.sessions]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"schema_version":2', '"schema_version":1'),
+        ('"schema_version":2', '"schema_version":2.0'),
+        ('"schema_version":2,"agent', '"agent'),
+        ('"live":{', '"live":null,"live":{'),
+        ('"live":{', '"live":{"x":1,'),
+        ('"live":{"sel', '"live":{"cold_hits":1,"sel'),
+        ('"selections":', '"selections":1'),
+        ('"cold_hits":', '"cold_hits":9999'),
+        ('"cold_hits":', '"cold_hits":-'),
+        ('"cold_hits":', '"cold_hits":0.'),
+        ('"cold_hits":', '"cold_hits":0,"cold_hits":'),
+        ('"resident_bytes":', '"resident_bytes":9999'),
+        ('"resident_bytes":', f'"resident_bytes":{2**64}'),
+        ('"profile":null', '"profile":0'),
+        ('"profile":null', '"profile":{}'),
+        ('"profile":null', '"profile":{"workload":"7-up","revision":"%s","vram_budget_bytes":1}' % ("7a" * 32)),
+        (',"profile":null', ""),
+        ('"workload":"7-up"', '"workload":"7-uP"'),
+        ('"workload":"7-up"', '"workload":null'),
+        ('"revision":"7a', '"revision":"7b'),
+        ('"revision":"7a', '"revision":"7'),
+        ('"vram_budget_bytes":4000', f'"vram_budget_bytes":{MAX_COUNT + 1}'),
+        ('"vram_budget_bytes":4000', f'"vram_budget_bytes":{MAX_COUNT}'),
+        ('"vram_budget_bytes":4000', '"vram_budget_bytes":null'),
+    ],
+)
+def test_each_other_measurement_is_judged_by_the_definition(make: Any, old: str, new: str) -> None:
+    raw = measured(make)
+    changed = raw.replace(old.encode(), new.encode(), 1)
+    assert changed != raw
+    check(changed)
+
+
+def test_an_absent_measurement_may_be_named(make: Any) -> None:
+    shape = make.shape()
+    data = json.loads(make.body(shape, make.sessions(shape, 2, 1)))
+    for session in data["sessions"]:
+        session["live"] = None
+    for data["schema_version"] in (1, 2):
+        assert not check(compact(data))
+        assert isinstance(by_definition(compact(data)), PackedUpload)
+
+
+def test_nothing_is_measured_without_decode(make: Any) -> None:
+    shape = make.shape()
+    data = json.loads(make.body(shape, [make.session(shape, make.hash(0), decode=0, prefill=30)]))
+    data["schema_version"] = 2
+    data["sessions"][0]["live"] = {"selections": 1, "cold_hits": 0, "resident_bytes": 1, "profile": None}
+    assert not check(compact(data))
+
+
+@STEADY
+@given(data=st.data())
+def test_any_damage_to_a_measurement_is_judged_by_the_definition(make: Any, data: st.DataObject) -> None:
+    shape = make.shape([(3, 1, 10), (2, 1, 10)])
+    first, second = (make.session(shape, make.hash(number), decode=12) for number in range(2))
+    raw = bytearray(make.body(shape, [make.live(shape, first), make.live(shape, second, profile=make.profile())]))
+    alphabet = b'0123456789,:[]{}"-.eEtn \\\x00'
+    start = raw.index(b'"live"') if data.draw(st.booleans()) else raw.rindex(b'"live"')
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(start, min(start + 220, len(raw) - 1)))
+        raw[at : at + data.draw(st.integers(0, 2))] = bytes(data.draw(st.lists(st.sampled_from(alphabet), max_size=2)))
+    check(bytes(raw))
+
+
 def compact(data: object) -> bytes:
     return json.dumps(data, separators=(",", ":")).encode()
 
@@ -112,6 +202,7 @@ _SESSION = '{"session_hash"'
         ('"distances":[', '"distances":[1,'),
         ('"block":1', '"block":4'),
         ('"split":"calibration"', '"split":"held_out"'),
+        ('"split":', '"spl1it":'),
         ('"split":"calibration"', '"split":"calib,ration"'),
         ('"workload":"code"', '"workload":"code\\n"'),
         ('"workload":"code"', '"workload":"-code"'),

@@ -98,6 +98,8 @@ def uploads(make: Any) -> list[Upload]:
     for number in range(1600):
         session_hash = f"{number:064x}"
         session = pattern.model_copy(update={"session_hash": session_hash, "split": split_of(session_hash)})
+        if number % 2:
+            session = make.live(shape, session, profile=make.profile())
         body = make.body(shape, [session])
         made.append(Upload(f"key-{number}", body, session.content_id(shape.fingerprint)))
     return made
@@ -160,6 +162,11 @@ def stored(data: Path) -> list[str]:
     with duckdb.connect(str(data / "service.duckdb"), read_only=True) as connection:
         parts = connection.sql("SELECT content_id FROM parts").fetchall()
         histograms = connection.sql("SELECT content_id FROM histograms").fetchall()
+        # Every other upload was measured.
+        odd = "SELECT content_id FROM parts WHERE contains('13579bdf', right(session_hash, 1))"
+        assert sorted(connection.sql("SELECT content_id FROM live").fetchall()) == sorted(
+            connection.sql(odd).fetchall()
+        )
     assert sorted(parts) == sorted(histograms)
     return [row[0] for row in parts]
 

@@ -7,7 +7,10 @@ from typing import Any
 import duckdb
 import pytest
 
+from spark_service.db.drift import save_state
 from spark_service.db.store import Store
+from spark_service.drift import State
+from spark_service.drift_watch import all_drift
 from spark_service.housekeeping import Housekeeping
 from spark_service.keyring import Keyring
 from spark_service.tokens import TokenRequest, join_token
@@ -63,3 +66,28 @@ def test_it_works_at_once_and_stores_the_last_uses_at_the_end(store: Store, make
         assert keyring.authenticate(join_token(token.token_id, secret))
     assert parts(store, make) == 0
     assert Keyring(store).tokens()[0].last_used_day == datetime.now(UTC).date()
+
+
+def test_it_looks_out_for_drift_and_a_refusing_database_is_asked_again(
+    store: Store, make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shape = make.shape()
+    sessions = [make.live(shape, one, profile=make.profile()) for one in make.sessions(shape, 3, 0)]
+    store.add_upload(make.upload(shape, sessions), "a", "a")
+    with store.writing() as cursor:
+        save_state(cursor, shape.fingerprint, "code", State(state="moved", since_day=0))
+    store.add_upload(make.upload(shape, make.sessions(shape, 8, 5)), "b", "b")
+    keeper = Housekeeping(store, Keyring(store), 0)
+
+    def fail(*_: object) -> None:
+        raise duckdb.IOException("No space left on device")
+
+    with monkeypatch.context() as patched, caplog.at_level(logging.ERROR):
+        patched.setattr("spark_service.drift_watch.record", fail)
+        keeper.work(date(2026, 11, 29))
+    assert [entry.getMessage().split(":")[0] for entry in caplog.records] == ["drift"]
+    [state] = all_drift(store).workloads
+    assert (state.state, state.rebuilt) == ("moved", False)
+    keeper.work(date(2026, 11, 29))
+    [state] = all_drift(store).workloads
+    assert (state.state, state.rebuilt) == ("moved", True)

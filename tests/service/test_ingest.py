@@ -45,7 +45,7 @@ def test_what_is_no_json(raw: bytes) -> None:
     [
         (lambda d: d.update(extra=1), "extra", "1"),
         (lambda d: d.pop("model"), "model", "nothing"),
-        (lambda d: d.update(schema_version=2), "schema_version", "2"),
+        (lambda d: d.update(schema_version=3), "schema_version", "3"),
         (lambda d: d.update(sessions=[]), "sessions", "a list of 0"),
         (lambda d: d["sessions"][0]["decode"].update(tokens="300"), "sessions[0].decode.tokens", "'300'"),
         (lambda d: d["sessions"][0]["decode"].update(tokens=300.0), "sessions[0].decode.tokens", "300.0"),

@@ -23,7 +23,7 @@ def data(tmp_path: Path, make: Any) -> Path:
     """Two models, parts of sessions, both phases, a deletion."""
     store = Store.open(tmp_path / "service.duckdb", memory="256MB", threads=1)
     first, second = make.shape(), make.shape([(5, 2, 7)], fingerprint="mf1-" + "0" * 31 + "2")
-    sessions = make.sessions(first, 4, 2, prefill=20)
+    sessions = [make.live(first, one, profile=make.profile()) for one in make.sessions(first, 4, 2, prefill=20)]
     store.add_upload(make.upload(first, sessions), "key-1", "a")
     store.add_upload(make.upload(first, make.sessions(first, 2, 2, decode=0, prefill=31)), "key-2", "b")
     store.add_upload(make.upload(second, make.sessions(second, 3, 1)), "key-3", "c")
@@ -58,7 +58,7 @@ def test_what_uploads_left_has_no_faults(data: Path) -> None:
         "models": 2,
         "splits": 11,
         "counts and content ids": 11,
-        "orphans": 5,
+        "orphans": 6,
         "segments": 0,
     }
     assert report == look(data / "service.duckdb")
@@ -87,6 +87,13 @@ CHANGES = [
     ("UPDATE histograms SET n_experts = list_reverse(n_experts) || [1]", "counts and content ids", 11),
     ("UPDATE histograms SET reuse = NULL WHERE phase = 'decode'", "counts and content ids", 7),
     ("UPDATE histograms SET reuse = reuse[2:] || '\\xFF'::BLOB WHERE phase = 'decode'", "counts and content ids", 7),
+    ("UPDATE live SET selections = selections + 1", "counts and content ids", 5),
+    ("UPDATE live SET cold_hits = selections + 1", "counts and content ids", 5),
+    ("UPDATE live SET resident_bytes = 1000000000", "counts and content ids", 5),
+    ("UPDATE live SET resident_bytes = 0", "counts and content ids", 5),
+    ("UPDATE live SET profile_workload = NULL", "counts and content ids", 5),
+    ("UPDATE live SET profile_revision = upper(profile_revision)", "counts and content ids", 5),
+    ("INSERT INTO live SELECT * REPLACE (md5(content_id) AS content_id) FROM live", "orphans", 5),
     ("DELETE FROM histograms WHERE phase = 'prefill'", "orphans", 3),
     ("DELETE FROM histograms", "orphans", 11),
     ("DELETE FROM parts", "orphans", 11),
@@ -102,7 +109,7 @@ def test_every_change_is_noticed_and_named(data: Path, sql: Sql, change: str, ch
     assert faults(report)[check] >= at_least
     named = next(found.named for found in report.checks if found.name == check)
     assert 0 < len(named) <= MAX_NAMED
-    assert all(text.startswith(("part ", "model ", "histogram ")) for text in named)
+    assert all(text.startswith(("part ", "model ", "histogram ", "measurement ")) for text in named)
     assert report.tables != before.tables
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from spark_agent.commands.live_lines import live_lines
 from spark_agent.commands.profile_diff import diff_command
 from spark_agent.context import AgentContext
 from spark_agent.errors import UsageError
@@ -185,7 +186,7 @@ def list_command(service: Service = None, json: Json = False) -> None:
     context.output.result(
         {"profiles": [profile.model_dump(mode="json") for profile in profiles]},
         lambda: context.output.table(
-            ["workload", "phase", "model", "fingerprint", "calibration", "held out", "verdict"],
+            ["workload", "phase", "model", "fingerprint", "calibration", "held out", "verdict", "traffic"],
             [
                 [
                     profile.workload,
@@ -195,6 +196,7 @@ def list_command(service: Service = None, json: Json = False) -> None:
                     profile.n_calibration,
                     profile.n_held_out,
                     profile.verdict or "none yet",
+                    "" if profile.drift is None else profile.drift.state,
                 ]
                 for profile in profiles
             ],
@@ -234,6 +236,10 @@ def show_command(
     context.output.result(
         {
             "curves": [point.model_dump(mode="json") for point in profile.curves],
+            "live": [point.model_dump(mode="json") for point in profile.live],
+            "live_comparisons": [one.model_dump(mode="json") for one in profile.live_comparisons],
+            "drift": None if profile.drift is None else profile.drift.model_dump(mode="json"),
+            "warnings": list(profile.warnings),
             "n_calibration": profile.n_calibration,
             "n_held_out": profile.n_held_out,
             "verdict": profile.verdict,
@@ -251,6 +257,10 @@ def show_command(
     )
     _print_gain(context.output, profile)
     context.output.info(f"verdict: {profile.verdict or 'none yet'}: {profile.verdict_reason}")
+    for line in live_lines(profile):
+        context.output.info(line)
+    for warning in profile.warnings:
+        context.output.warning(warning)
 
 
 def _print_gain(output: Output, profile: Profile) -> None:

@@ -23,6 +23,7 @@ from spark_agent.tiering import (
     warn_about_tiers,
 )
 from spark_agent.workload_name import check_workload_name
+from spark_schemas.mix import Mix
 
 if TYPE_CHECKING:
     from spark_runtime.engine import Engine
@@ -33,13 +34,18 @@ if TYPE_CHECKING:
 
 __all__ = ["run_command"]
 
+UNLABELLED = "unlabelled"
+
 
 def run_command(
     model: Annotated[Path | None, typer.Argument(help="GGUF file; the bundled demo model if left out.")] = None,
     manifest: Annotated[
         str | None, typer.Option(help="Placement to follow: a manifest file, or the name of a pulled profile.")
     ] = None,
-    workload: Annotated[str, typer.Option(help="Workload that served sessions are counted under.")] = "unlabelled",
+    workload: Annotated[
+        str | None,
+        typer.Option(help="Workload that served sessions are counted under; the manifest's, else unlabelled."),
+    ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option("--port", "-p", min=0, max=65535, help="Port; 0: any free one.")] = None,
     ctx: Annotated[
@@ -73,7 +79,8 @@ def run_command(
     from spark_runtime.model_shape import shape_of
 
     context = AgentContext.create(json_mode=json)
-    check_workload_name(workload)
+    if workload is not None:
+        check_workload_name(workload)
     path = context.model_path(model)
     file = read_gguf(path)
     shape = shape_of(file)
@@ -100,8 +107,13 @@ def run_command(
         context,
         _Load(path, file, shape, tiers, placement, n_ctx, threads),
         (address, context.environment.port if port is None else port),
-        workload,
+        workload or _workload_of(placement),
     )
+
+
+def _workload_of(placement: PlacementManifest | None) -> str:
+    """What sessions are counted under where nobody says: a mix is of several workloads, and names none."""
+    return placement.workload if placement is not None and len(Mix.parse(placement.workload).names) == 1 else UNLABELLED
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +153,7 @@ def _serve(context: AgentContext, load: _Load, address: tuple[str, int], workloa
                 workload=workload,
                 start=_start_object(context, load, engine, plan, spool.stats().pending),
                 resident_share=1.0 if plan is None else plan.resident_share,
+                manifest=load.placement,
                 describe=_describe,
             )
 

@@ -20,6 +20,7 @@ from starlette.applications import Starlette
 from spark_agent.context import AgentContext
 from spark_agent.errors import RefusedError, SparkError, UsageError
 from spark_agent.identity import session_hash
+from spark_agent.live import live_misses
 from spark_agent.server.app import create_app
 from spark_agent.server.sessions import LiveSessions
 from spark_agent.server.stats import tier_stats
@@ -29,6 +30,7 @@ from spark_agent.spool import Spool
 from spark_runtime.chat import ChatFormat
 from spark_runtime.engine import Engine
 from spark_runtime.session_counts import SessionCounts
+from spark_schemas.manifest import PlacementManifest
 
 __all__ = ["bind", "serve"]
 
@@ -81,15 +83,17 @@ def serve(
     workload: str,
     start: dict[str, Any],
     resident_share: float,
+    manifest: PlacementManifest | None,
     describe: Callable[[dict[str, Any]], str],
 ) -> None:
     """Serve until SIGINT or SIGTERM; then finish, keep all counts, and return. ``key`` is that of session hashes.
 
-    ``resident_share`` of the experts' bytes is in slots; it is told with the counters.
+    ``resident_share`` of the experts' bytes is in slots; it is told with the counters. ``manifest`` is what the slots
+    were started from.
     """
 
     def close(lineage: str, counts: SessionCounts) -> None:
-        histogram = counts.to_histogram(session_hash(key, lineage), workload)
+        histogram = counts.to_histogram(session_hash(key, lineage), workload, live_misses(counts, manifest))
         if histogram is not None:
             spool.add(engine.shape, histogram)
 

@@ -20,7 +20,7 @@ from spark_service.errors import StorageError
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-__all__ = ["MAX_OF_MIXES", "MAX_PER_PROFILE", "ManifestHistory", "Question", "Served", "forget_session"]
+__all__ = ["MAX_OF_MIXES", "MAX_PER_PROFILE", "ManifestHistory", "Question", "Served", "body_of", "forget_session"]
 
 MAX_PER_PROFILE = 1000
 """Manifests of one profile over all budgets: whoever asks for ever new budgets must not fill the disk."""
@@ -126,7 +126,7 @@ class ManifestHistory:
                 "ORDER BY sequence DESC LIMIT 1",
                 [*astuple(question), revision],
             ).fetchall()
-        return _unpacked(*rows[0]) if rows else None
+        return body_of(*rows[0]) if rows else None
 
     def body_of_any_budget(self, fingerprint: str, workload: str, phase: Phase, revision: str) -> bytes | None:
         """The latest bytes served at a revision, whatever the budget."""
@@ -136,7 +136,7 @@ class ManifestHistory:
                 "ORDER BY sequence DESC LIMIT 1",
                 [fingerprint, workload, phase, revision],
             ).fetchall()
-        return _unpacked(*rows[0]) if rows else None
+        return body_of(*rows[0]) if rows else None
 
     def revisions(self, fingerprint: str, workload: str, phase: Phase) -> list[str]:
         """Revisions that can be pinned, the latest first."""
@@ -214,7 +214,8 @@ def _is_known(cursor: duckdb.DuckDBPyConnection, question: Question, sha256: str
     return bool(rows)
 
 
-def _unpacked(body_bytes: int, packed: bytes, sha256: str) -> bytes:
+def body_of(body_bytes: int, packed: bytes, sha256: str) -> bytes:
+    """A stored manifest as it was served. Raises :class:`StorageError` where it is damaged."""
     try:
         body = zstandard.ZstdDecompressor().decompress(packed, max_output_size=max(body_bytes, 1))
     except zstandard.ZstdError as error:

@@ -9,7 +9,7 @@ from typing import Self
 
 import duckdb
 
-from spark_service.db import history
+from spark_service.db import drift, history
 from spark_service.db.aging import Rewritten, rewrite_without, take_out
 from spark_service.db.connection import Database
 from spark_service.db.segments import SegmentFolder
@@ -37,6 +37,7 @@ class Removal:
     def session(self, cursor: duckdb.DuckDBPyConnection, session_hash: str) -> int:
         """Remove a session's parts and remember its hash, so that nothing of it is taken again; return how many."""
         cursor.execute("INSERT INTO deleted_sessions VALUES (?) ON CONFLICT DO NOTHING", [session_hash])
+        drift.forget_session(cursor, session_hash)
         history.forget_session(cursor, session_hash)
         forget_session(cursor, self.folder, session_hash)
         return self._remove(cursor)
@@ -67,6 +68,7 @@ class Removal:
             f"DELETE FROM histograms WHERE content_id IN (SELECT content_id {chosen})",  # noqa: S608
             [self.value],
         )
+        cursor.execute(f"DELETE FROM live WHERE content_id IN (SELECT content_id {chosen})", [self.value])  # noqa: S608
         take_out(cursor, self.column, self.value, self.rewritten)
         cursor.execute(f"DELETE {chosen}", [self.value])
         self.removed += int(count)

@@ -22,6 +22,7 @@ from spark_service.db.aging import age_out, registered_segments
 from spark_service.db.audit import record, record_uploads
 from spark_service.db.batch import Batch, KeyedUpload, Known, StoredReceipt, plan_batch
 from spark_service.db.connection import Database
+from spark_service.db.live import live_columns
 from spark_service.db.migrate import migrate, pending
 from spark_service.db.removal import Removal
 from spark_service.db.rows import (
@@ -342,6 +343,8 @@ def _write(cursor: duckdb.DuckDBPyConnection, batch: Batch) -> None:
             "split": [session.split for _, session in stored],
         }
         _insert_columns(cursor, "parts", parts)
+        if live := live_columns(batch.sessions):
+            _insert_columns(cursor, "live", live)
         _insert(cursor, "histograms", histograms_table(batch.sessions))
     if batch.receipts:
         receipts: dict[str, Sequence[object]] = {

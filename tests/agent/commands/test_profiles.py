@@ -12,7 +12,16 @@ from spark_runtime.model_shape import read_model_shape
 from spark_runtime.models import demo_model_path
 from spark_runtime.placement import LayerSizes, residency_budget
 from spark_schemas.api import ProfileList
-from spark_schemas.profile import CurvePoint, LayerFrequencies, Mismatch, Profile, ProfileSummary
+from spark_schemas.drift import Drift, RateInterval
+from spark_schemas.profile import (
+    CurvePoint,
+    LayerFrequencies,
+    LiveComparison,
+    LivePoint,
+    Mismatch,
+    Profile,
+    ProfileSummary,
+)
 
 PULLED = [
     "manifest",
@@ -269,6 +278,7 @@ def test_show(spark_cli, service, make_reply, shape, profile):
     service.answers[f"/api/v1/profiles/{shape.fingerprint}/chat"] = make_reply(body=profile.model_dump_json().encode())
     found = spark_cli("profiles", "show", "chat", "--json").json
     assert {"curves", "n_calibration", "n_held_out", "verdict", "verdict_reason", "revision"} < set(found)
+    assert (found["live"], found["live_comparisons"], found["drift"], found["warnings"]) == ([], [], None, [])
     assert (found["workload"], found["mismatch"], found["window_days"], found["half_life_days"]) == (
         "chat", [], None, None
     )  # fmt: skip
@@ -277,6 +287,51 @@ def test_show(spark_cli, service, make_reply, shape, profile):
     assert result.out.splitlines()[0].split() == ["resident", "own", "uniform"]
     assert "0.400 (0.350-0.450)" in result.out
     assert "verdict: none yet" in result.err
+
+
+def test_show_what_was_measured_and_what_moved(spark_cli, service, make_reply, shape, profile):
+    rates = {"cold_hit_rate": 0.1, "low": 0.08, "high": 0.12}
+    points = [
+        LivePoint(policy=policy, residency=0.6, n_sessions=count, **rates)
+        for policy, count in (("live_profile", 4), ("live_unprofiled", 9))
+    ]
+    compared = [
+        LiveComparison(residency=0.6, difference=difference, low=low, high=high, n_profile=4, n_unprofiled=9)
+        for difference, low, high in ((-0.02, -0.03, -0.01), (0.0, -0.01, 0.01), (0.02, 0.01, 0.03))
+    ]
+    drift = Drift(
+        state="moved",
+        since="2026-11-20",
+        rebuilt=False,
+        n_sessions=12,
+        promised=RateInterval(**rates),
+        measured=RateInterval(cold_hit_rate=0.2, low=0.17, high=0.24),
+    )
+    told = profile.model_copy(
+        update={"live": tuple(points), "live_comparisons": tuple(compared), "drift": drift, "warnings": ("mind this",)}
+    )
+    place = f"/api/v1/profiles/{shape.fingerprint}/chat"
+    service.answers[place] = make_reply(body=told.model_dump_json().encode())
+    found = spark_cli("profiles", "show", "chat", "--json").json
+    assert found["live"] == [point.model_dump(mode="json") for point in points]
+    assert found["live_comparisons"] == [one.model_dump(mode="json") for one in compared]
+    assert found["drift"] == drift.model_dump(mode="json")
+    assert found["warnings"] == ["mind this"]
+    shown = spark_cli("profiles", "show", "chat").err
+    for words in (
+        "with this profile: 0.100 (0.080-0.120) on 4 held-out sessions",
+        "without a profile: 0.100 (0.080-0.120) on 9 held-out sessions",
+        "lower with this profile, -2.0 points (-3.0 to -1.0), though on other sessions",
+        "no telling which is lower",
+        "lower without it, +2.0 points",
+        "promised 10.0% if never adapted (8.0% to 12.0%); on the last 12 sessions it was 20.0% (17.0% to 24.0%)",
+        "traffic has moved since 2026-11-20: too few sessions since to rebuild",
+        "warning: mind this",
+    ):
+        assert words in shown
+    rebuilt = told.model_copy(update={"drift": drift.model_copy(update={"rebuilt": True})})
+    service.answers[place] = make_reply(body=rebuilt.model_dump_json().encode())
+    assert "the profile is rebuilt from what came since" in spark_cli("profiles", "show", "chat").err
 
 
 @pytest.mark.parametrize("spelt", [MIX, "code:7+chat:3", "code:70+chat:30"])

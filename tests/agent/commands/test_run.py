@@ -23,6 +23,8 @@ from spark_agent.server.serve import bind
 from spark_agent.server.sessions import lineage_of
 from spark_runtime.model_shape import read_model_shape
 from spark_runtime.models import demo_model_path
+from spark_schemas.histogram import HistogramUpload
+from spark_schemas.invariants import check_session
 
 KEY = b"k" * 16
 
@@ -92,7 +94,7 @@ def test_a_manifest_is_placed(manifest, tmp_path, kept):
     )
     path.write_text(manifest.model_copy(update={"layers": layers, "bytes": sizes}).model_dump_json())
     # The weights of a model that is not tiered are repacked for the CPU, which rounds otherwise.
-    with running("--residency", "1") as (process, start):
+    with running("--residency", "1", "--workload", "chat") as (process, start):
         all_in_slots = chat(start, text)
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
@@ -129,6 +131,30 @@ def test_what_does_not_fit_is_refused_before_loading(agent_cli):
     agent_cli("run", "-p", 0, "--vram", "8M", "--devices", "1").failed(1, "needs", "expected at most 8 MiB", "--ubatch")
     agent_cli("run", "-p", 0, "--vram", "4M", "--no-tier", "--dry-run").failed(1, "every expert resident", "--vram")
     agent_cli("run", "-p", 0, "--residency", "0.5", "--devices", "99").failed(1, "99 devices", "use at most")
+
+
+def test_a_session_says_which_manifest_it_ran_with(manifest, tmp_path, agent_cli):
+    path = tmp_path / "manifest.json"
+    path.write_text(manifest.model_dump_json())
+    for arguments in (["--manifest", path], []):
+        with running("--residency", "0.4", *arguments) as (process, start):
+            chat(start, "How are you today?")
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0
+    shown = agent_cli("upload", "show", "--minimum-tokens", "1")
+    assert shown.code == 0, shown.err
+    upload = HistogramUpload.model_validate_json(shown.out)
+    with_profile, without = sorted(upload.sessions, key=lambda session: session.workload)
+    assert (with_profile.workload, without.workload) == ("chat", "unlabelled"), "the manifest's, where nobody says"
+    for session in upload.sessions:
+        check_session(session, upload.model)
+        assert session.live is not None
+        assert 0 < session.live.cold_hits <= session.live.selections
+        assert session.live.resident_bytes == pytest.approx(0.4 * upload.model.expert_bytes_total, rel=0.05)
+    assert without.live.profile is None
+    profile = with_profile.live.profile
+    assert (profile.workload, profile.revision) == ("chat", manifest.profile_revision)
+    assert profile.vram_budget_bytes == manifest.vram_budget_bytes
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

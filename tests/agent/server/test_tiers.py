@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from spark_agent.live import live_misses
 from spark_runtime.model_shape import read_model_shape
 from spark_runtime.models import demo_model_path
 from spark_runtime.tier_start import uniform_start
+from spark_schemas.invariants import check_session
 
 QUESTIONS = ("How are you today?", "What is a list?", "How are you today? And tomorrow?", "Tell me of the sea.")
 
@@ -41,6 +43,24 @@ def test_tiers_change_neither_answers_nor_histograms(serve):
             assert 0 < counted["cold_hits"] <= counted["selections"]
             assert counted["cold_hit_rate"] == counted["cold_hits"] / counted["selections"]
             assert counted["tokens"] == sum(getattr(histogram, phase).tokens for histogram in histograms.values())
+
+
+def test_what_is_told_of_sessions_is_what_the_slots_counted(serve):
+    shape = read_model_shape(demo_model_path())
+    start = uniform_start(shape, 0.3)
+    with serve(tier=start, n_ctx=256) as agent:
+        for question in (*QUESTIONS, QUESTIONS[0]):
+            agent.answer(question, max_tokens=12)
+        decode = agent.client.get("/spark/stats").json()["phases"]["decode"]
+    told = [live_misses(counts, None) for _, counts in agent.kept]
+    assert len(told) == 4
+    assert sum(one.selections for one in told) == decode["selections"]
+    assert sum(one.cold_hits for one in told) == decode["cold_hits"] > 0
+    assert {one.resident_bytes for one in told} == {
+        sum(one.slots * layer.expert_bytes for one, layer in zip(start.layers, shape.layers, strict=True))
+    }
+    for (_, counts), live in zip(agent.kept, told, strict=True):
+        check_session(counts.to_histogram("ab" * 32, "chat", live), shape)
 
 
 def test_stats_are_there_before_the_first_request(serve):
