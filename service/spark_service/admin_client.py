@@ -9,6 +9,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from spark_schemas.api import API_PREFIX, PROBLEM_MEDIA_TYPE, Problem
+from spark_schemas.drift import DriftList
 from spark_schemas.ids import Count, SessionHash
 from spark_service import env
 from spark_service.errors import RefusedError, ServiceCallError, UsageError
@@ -73,6 +74,10 @@ class AdminClient:
     def delete(self, path: str, model: type[_M]) -> _M:
         """Delete something under ``/api/v1/admin``."""
         return self._call("DELETE", f"/admin{path}", model)
+
+    def drift(self) -> DriftList:
+        """What is known of every workload's traffic."""
+        return self._call("GET", "/drift", DriftList)
 
     def delete_session(self, session_hash: str) -> int:
         """Delete a session; return the number of parts removed."""

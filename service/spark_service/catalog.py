@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from spark_schemas.drift import Drift
@@ -18,19 +17,17 @@ from spark_schemas.mix import Mix
 from spark_schemas.model import ModelShape
 from spark_schemas.profile import Profile, ProfileSummary
 from spark_service.build_budget import BuildBudget
-from spark_service.builders import BuiltProfile, HeldOut, Inputs, Member, build_profile, revision_of
+from spark_service.build_inputs import BuildInputs
+from spark_service.build_memory import Asked, BuildMemory, Latest
+from spark_service.builders import BuiltProfile, Inputs, build_profile, revision_of
 from spark_service.db.drift import load_states
-from spark_service.db.live import live_parts
 from spark_service.db.store import Store
-from spark_service.db.tallies import Counted, TallyKey
 from spark_service.drift_watch import drift_of
 from spark_service.errors import RequestError, StorageError
 from spark_service.executors import Executor, LocalExecutor
-from spark_service.live import LiveEvaluation, evaluate_live
 from spark_service.manifests import Budget, build_manifest
-from spark_service.moved import held_out_since, moved_warnings, since_days
+from spark_service.moved import moved_warnings
 from spark_service.nearest_workloads import GeneralHints, rank_workloads
-from spark_service.tallies import Tallies
 from spark_service.tally import Tally, Window
 from spark_service.windows import Windows
 
@@ -41,46 +38,6 @@ QUICK_SECONDS = 1.0
 """Builds that take no longer are made whenever something is new."""
 RESTS_PER_BUILD = 20
 """A longer one is followed by so many times its own time in which its profile is given as it is."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Latest:
-    """The profile built last for a question, and until when it will do, unless something was deleted."""
-
-    built: BuiltProfile
-    deletions: int
-    good_until_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """What a profile is asked of: sessions of which model's file, of which workloads, and from when."""
-
-    source: str
-    mix: Mix
-    phase: Phase
-    window: Window
-    of_a_reader: bool
-    """Whether a reader put it together: a mix, or a window that is not the service's own."""
-
-
-@dataclass(slots=True)
-class _Memory:
-    """What was built, by revision and by question, the last used last."""
-
-    remembered: int
-    built: OrderedDict[str, BuiltProfile] = field(default_factory=OrderedDict)
-    latest: OrderedDict[tuple[str, _Asked], _Latest] = field(default_factory=OrderedDict)
-
-    def keep(self, revision: str, question: tuple[str, _Asked], latest: _Latest) -> None:
-        """Remember what answers a question now, in place of what was used longest ago."""
-        self.built[revision] = latest.built
-        self.built.move_to_end(revision)
-        self.latest[question] = latest
-        self.latest.move_to_end(question)
-        for kept in (self.built, self.latest):
-            while len(kept) > self.remembered:
-                kept.popitem(last=False)
 
 
 class Catalog:
@@ -109,8 +66,8 @@ class Catalog:
         self._min_sessions = max(1, min_sessions)
         self._windows = windows or Windows()
         self._executor = executor or LocalExecutor()
-        self._tallies = Tallies(store, self._executor)
-        self._usual, self._chosen = _Memory(remembered), _Memory(remembered)
+        self._inputs = BuildInputs(store, self._executor, min_sessions=self._min_sessions)
+        self._usual, self._chosen = BuildMemory(remembered), BuildMemory(remembered)
         self._clock = clock
         self._budget = BuildBudget(clock)
         # One build at a time: a second request for the same profile finds it done.
@@ -186,10 +143,10 @@ class Catalog:
         return {name: one.profile for name, one in built.items() if one is not None}
 
     def _usual_profile(self, shape: ModelShape, workload: str, phase: Phase) -> BuiltProfile | None:
-        asked = _Asked(shape.fingerprint, Mix.parse(workload), phase, self._windows.own(), of_a_reader=False)
+        asked = Asked(shape.fingerprint, Mix.parse(workload), phase, self._windows.own(), of_a_reader=False)
         return self._build(shape, asked)
 
-    def _build(self, shape: ModelShape, asked: _Asked, warnings: Sequence[str] = ()) -> BuiltProfile | None:
+    def _build(self, shape: ModelShape, asked: Asked, warnings: Sequence[str] = ()) -> BuiltProfile | None:
         """Build or remember a profile; ``None`` with too few calibration sessions of any of its workloads.
 
         Raises :class:`RequestError` (429) as :meth:`profile`.
@@ -205,7 +162,8 @@ class Catalog:
                 return latest.built
             while True:
                 deletions = self._store.deletions
-                inputs = self._inputs(shape, asked)
+                source = shape if asked.source == shape.fingerprint else self._shape(asked.source)
+                inputs = self._inputs.of(shape, source, asked)
                 if not all(self._is_enough(member.tally, asked.window) for member in inputs.members):
                     return None
                 revision = revision_of(shape.fingerprint, str(asked.mix), asked.phase, inputs)
@@ -223,7 +181,7 @@ class Catalog:
                         continue  # Some of what was counted may have been gone when it was to judge.
                 if found is None:
                     return None
-                memory.keep(revision, question, _Latest(found, deletions, self._rested(began_seconds)))
+                memory.keep(revision, question, Latest(found, deletions, self._rested(began_seconds)))
                 return found
 
     def _rested(self, began_seconds: float) -> float:
@@ -235,7 +193,7 @@ class Catalog:
     def _built(
         self,
         shape: ModelShape,
-        asked: _Asked,
+        asked: Asked,
         revision: str,
         inputs: Inputs,
         warnings: Sequence[str],
@@ -252,41 +210,6 @@ class Catalog:
             return build()
         finally:
             self._budget.spend(self._clock() - began_seconds)
-
-    def _inputs(self, shape: ModelShape, asked: _Asked) -> Inputs:
-        of = shape if asked.source == shape.fingerprint else self._shape(asked.source)
-        counted, since = self._counted(of, asked.phase)
-        nothing = Counted(Tally(tuple(layer.n_experts for layer in shape.layers)), 0)
-        members = []
-        for name, weight in asked.mix.members:
-            own, day = counted.get(name, nothing), since.get(name)
-            held_out: HeldOut = partial(self._tallies.held_out, TallyKey(asked.source, name, asked.phase), own.number)
-            if day is not None:
-                held_out = partial(held_out_since, day, held_out)
-            members.append(Member(name, weight, own.tally, held_out, day))
-        others = {name: other.tally for name, other in counted.items() if name not in asked.mix.names}
-        return Inputs(tuple(members), others, asked.window, self._live(shape, asked, since))
-
-    def _counted(self, shape: ModelShape, phase: Phase) -> tuple[dict[str, Counted], dict[str, int]]:
-        """Tallies by workload of the sessions that count, and from which day on they do where traffic has changed."""
-        counted = self._tallies.of(shape, phase)
-        with self._store.reading() as cursor:
-            states = {name: state for (_, name), state in load_states(cursor, shape.fingerprint).items()}
-        since = since_days(states, {name: one.tally for name, one in counted.items()}, self._min_sessions)
-        recent = {name: Counted(counted[name].tally.since(day), counted[name].number) for name, day in since.items()}
-        return counted | recent, since
-
-    def _live(self, shape: ModelShape, asked: _Asked, since: Mapping[str, int]) -> LiveEvaluation:
-        """What agents measured with this very file, of a workload alone: nobody can say it of a mix."""
-        if asked.phase != "decode" or len(asked.mix.names) > 1 or asked.source != shape.fingerprint:
-            return LiveEvaluation()
-        [name] = asked.mix.names
-        days = [since[name]] if name in since else []
-        if asked.window.days:
-            days.append(asked.window.today - asked.window.days + 1)
-        with self._store.reading() as cursor:
-            parts = live_parts(cursor, shape.fingerprint, name)
-        return evaluate_live(parts, name, shape.expert_bytes_total, first_day=max(days, default=None))
 
     def _drift(self, fingerprint: str) -> dict[str, Drift]:
         with self._store.reading() as cursor:
@@ -320,7 +243,7 @@ class Catalog:
     def _require_built(self, shape: ModelShape, workload: str, phase: Phase, window: Window | None) -> BuiltProfile:
         mix, of_window = Mix.parse(workload), window is not None
         window = self._windows.own() if window is None else window
-        asked = _Asked(shape.fingerprint, mix, phase, window, of_a_reader=of_window or len(mix.names) > 1)
+        asked = Asked(shape.fingerprint, mix, phase, window, of_a_reader=of_window or len(mix.names) > 1)
         while (built := self._build(shape, asked) or self._from_sibling(shape, asked)) is None:
             # Each in turn; where none is at fault any more, what was missing has just come.
             for name in mix.names:
@@ -332,8 +255,7 @@ class Catalog:
         known = self._store.workloads(shape.fingerprint)
         if workload not in known:
             raise self._unknown_workload(shape, workload, known, phase)
-        counted = self._counted(shape, phase)[0].get(workload)
-        tally = counted.tally if counted is not None else Tally(tuple(layer.n_experts for layer in shape.layers))
+        tally = self._inputs.tally(shape, workload, phase)
         found = tally.n_sessions("calibration", window)
         longer = "" if found == tally.n_sessions("calibration", Window()) else "; or ask for a longer window_days"
         if 0 < found < self._min_sessions:
@@ -359,7 +281,7 @@ class Catalog:
                 hint=f"upload more sessions of this workload: about four of five calibrate, the rest judge{longer}",
             )
 
-    def _from_sibling(self, shape: ModelShape, asked: _Asked) -> BuiltProfile | None:
+    def _from_sibling(self, shape: ModelShape, asked: Asked) -> BuiltProfile | None:
         """A profile from the sessions of another quantisation of the same model: its experts are the same ones."""
         known = [self._store.siblings(shape.sibling, name) for name in asked.mix.names]
         for other in known[0]:

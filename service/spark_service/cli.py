@@ -12,7 +12,7 @@ import typer
 
 from spark_service import version
 from spark_service.cli_backup import add_backup_commands
-from spark_service.commands import records, tokens
+from spark_service.commands import drift, records, tokens
 from spark_service.errors import SparkServiceError
 from spark_service.key_cli import key_app
 from spark_service.manifest_cli import manifest_app
@@ -142,6 +142,7 @@ def migrate(
 app.add_typer(tokens.app, name="token")
 app.add_typer(records.retention_app, name="retention")
 app.add_typer(records.session_app, name="session")
+app.add_typer(drift.drift_app, name="drift")
 app.command("audit")(records.audit_command)
 
 

@@ -130,6 +130,8 @@ def test_tokens_scopes_rotation_and_revocation_while_it_runs(machine: Machine, m
         endless = machine.run("retention", "run", *ask, **remote)
         assert (endless.returncode, endless.stdout) == (1, "")
         assert "this service keeps everything" in endless.stderr
+        assert machine.json("drift", "list", *ask, **remote) == {"workloads": []}
+        assert machine.json("drift", "clear", make.fingerprint, "code", *ask, **remote) == {"cleared": False}
         refused = machine.run("token", "list", *ask, SPARKMOE_SERVICE_TOKEN=made["token"])
         assert (refused.returncode, refused.stdout) == (1, "")
         assert "answered 403" in refused.stderr

@@ -234,6 +234,7 @@ def test_every_operation_documents_problems(client: TestClient) -> None:
         "/api/v1/admin/tokens/{token_id}",
         "/api/v1/admin/tokens/{token_id}/rotate",
         "/api/v1/admin/audit",
+        "/api/v1/admin/retention",
         "/api/v1/manifests/{fingerprint}/{workload}/diff",
         "/api/v1/manifests/{fingerprint}/{workload}/history",
         "/api/v1/admin/manifests/{fingerprint}/{workload}/pin",

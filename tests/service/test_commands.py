@@ -12,9 +12,13 @@ from typing import Any
 
 import pytest
 
+from spark_runtime.placement import Interval
+from spark_schemas.drift import DriftList
 from spark_service import cli
 from spark_service.db.audit import AuditPage
+from spark_service.db.drift import save_state
 from spark_service.db.store import Store
+from spark_service.drift import State
 from spark_service.keyring import Keyring
 from spark_service.tokens import NewToken, TokenInfo, TokenList
 
@@ -127,6 +131,10 @@ def test_when_it_expires(run: Run, expires: str | None, days: int | None) -> Non
         ["retention", "run", "--days", "0"],
         ["session", "delete", "abc"],
         ["session", "delete", "G" * 64],
+        ["drift", "clear", "mf1-" + "f" * 32],
+        ["drift", "clear", "mf2-" + "f" * 32, "code"],
+        ["drift", "clear", "mf1-" + "f" * 32, "code:1+docs:1"],
+        ["drift", "clear", "mf1-" + "f" * 32, "../audit"],
         ["token", "list", "--service", "ftp://127.0.0.1"],
         ["token", "list", "--service", "http://user:secret@127.0.0.1"],
         ["token", "list", "--service", "http://[::1"],
@@ -147,6 +155,8 @@ def test_wrong_usage_makes_no_database(run: Run, args: list[str], tmp_path: Path
         ["audit"],
         ["retention", "run", "--days", "1"],
         ["session", "delete", "0" * 64],
+        ["drift", "list"],
+        ["drift", "clear", "mf1-" + "f" * 32, "code"],
     ],
 )
 def test_only_a_new_token_makes_a_database(run: Run, args: list[str], tmp_path: Path) -> None:
@@ -206,3 +216,39 @@ def test_a_token_never_travels_in_clear(run: Run, url: str, monkeypatch: pytest.
     done = run("audit", "--service", url)
     done.failed(3, "unencrypted")
     assert "s3cret" not in done.err
+
+
+def test_drift(run: Run, make: Any, open_database: Callable[[], Store], tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    store = open_database()
+    rates = Interval(0.1, 0.08, 0.12)
+    with store.writing() as cursor:
+        save_state(cursor, make.fingerprint, "chat", State())
+        save_state(
+            cursor, make.fingerprint, "code", State("moved", 20_000, True, 3, 20, rates, Interval(0.2, 0.1, 0.3))
+        )
+    store.close()
+    first, second = DriftList.model_validate_json(run("drift", "list", "--json").out).workloads
+    assert (first.workload, first.state, first.promised) == ("chat", "steady", None)
+    assert (second.workload, second.state, second.since, second.rebuilt) == ("code", "moved", "2024-10-04", True)
+    heading, chat, code = run("drift", "list").out.splitlines()
+    assert heading.split() == ["fingerprint", "workload", "state", "since", "sessions", "promised", "measured"]
+    assert chat.split() == [make.fingerprint, "chat", "steady", "0", "-", "-"]
+    assert code.endswith("moved   2024-10-04, rebuilt  20        10.0% (8.0% to 12.0%)  20.0% (10.0% to 30.0%)")
+    assert json.loads(run("drift", "clear", make.fingerprint, "code", "--json").out) == {"cleared": True}
+    assert run("drift", "clear", make.fingerprint, "docs").out == "nothing was known of docs\n"
+    cleared = DriftList.model_validate_json(run("drift", "list", "--json").out).workloads
+    assert [(one.workload, one.state, one.since) for one in cleared] == [
+        ("chat", "steady", None),
+        ("code", "steady", None),
+    ]
+    [entry] = AuditPage.model_validate_json(run("audit", "--json").out).entries
+    assert (entry.actor, entry.action, entry.object) == ("cli", "drift.clear", f"{make.fingerprint}/code")
+
+
+def test_no_drift_to_list(run: Run, open_database: Callable[[], Store], tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    open_database().close()
+    done = run("drift", "list")
+    assert (done.code, done.out) == (0, "")
+    assert done.err == "no session with a manifest of its workload yet\n"
