@@ -4,7 +4,8 @@ Usage: build_profile.py [--sessions 1000 10000] [--layers 48] [--experts 128] [-
 Sessions are synthetic (popularity by workload, disturbed for each session): what is measured is reading and arithmetic,
 which do not depend on the numbers. Each size gets a database, each measurement a process of its own for its memory:
 
-- ``rebuild``: everything counted anew, as after a restore, and judged by the held-out sessions;
+- ``rebuild``: everything counted anew, the other workloads too, and judged by the held-out sessions;
+- ``rebuild_of_it_alone``: the same with the other workloads' tallies as they are stored;
 - ``update``: the same after 100 more sessions, from the tally that is stored;
 - ``ray``: the same rebuild on a Ray cluster of two workers, and whether its bytes are the local ones.
 """
@@ -128,11 +129,11 @@ def peak_bytes() -> int:
     return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
 
-def forget(path: Path) -> None:
-    """Drop the stored tallies, so that the next build counts everything."""
+def forget(path: Path, *, others: bool) -> None:
+    """Drop the stored tally, so that the next build counts everything, ``others``' too where they are to be dropped."""
     database = Database(path)
     with database.transaction() as cursor:
-        cursor.execute("DELETE FROM tallies")
+        cursor.execute("DELETE FROM tallies WHERE workload = ? OR ?", [WORKLOAD, others])
     database.close()
 
 
@@ -168,11 +169,13 @@ def size(options: argparse.Namespace, sessions: int, folder: Path) -> dict[str, 
     row["rebuild"] = measured(path, options, "local")
     fill(path, shape, WORKLOAD, sessions, MORE)
     row["update"] = measured(path, options, "local")
-    forget(path)
+    forget(path, others=True)
     again = measured(path, options, "local")
     row["update_has_the_bits_of_a_rebuild"] = again["sha256"] == row["update"]["sha256"]
+    forget(path, others=False)
+    row["rebuild_of_it_alone"] = measured(path, options, "local")
     if options.ray:
-        forget(path)
+        forget(path, others=True)
         row["ray"] = measured(path, options, "ray")
         row["ray_has_the_bits_of_a_rebuild"] = row["ray"]["sha256"] == again["sha256"]
     print(json.dumps(row), file=sys.stderr, flush=True)
