@@ -115,8 +115,8 @@ class Spool:
 
         ``False``: the same counts are here already, were uploaded, or were rejected. Raises
         :class:`~spark_schemas.invariants.InvariantError` for counts that cannot be true and
-        :class:`SpoolFullError` when there is no room; then nothing has changed. Anything but a histogram is refused with
-        :class:`RefusedError`.
+        :class:`SpoolFullError` when there is no room; then nothing has changed. Anything but a histogram is refused
+        with :class:`RefusedError`.
         """
         if type(session) is not SessionHistogram:
             raise RefusedError(

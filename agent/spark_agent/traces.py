@@ -7,6 +7,7 @@ limit the oldest leave.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -184,7 +185,10 @@ def _schema(shape: ModelShape) -> pa.Schema:
 
     names = pa.dictionary(pa.int32(), pa.string())
     layers = [(f"block_{layer.block}", pa.list_(pa.uint16(), layer.top_k)) for layer in shape.layers]
-    fields = [pa.field("session", names, nullable=False), pa.field("workload", names, nullable=False)]
+    fields: list[pa.Field[Any]] = [
+        pa.field("session", names, nullable=False),
+        pa.field("workload", names, nullable=False),
+    ]
     fields += [pa.field("token", pa.uint32(), nullable=False), pa.field("decode", pa.bool_(), nullable=False)]
     fields += [pa.field(*layer) for layer in layers]
     return pa.schema(fields, {"spark.trace": _FORMAT, "spark.model": shape.model_dump_json().encode()})
@@ -203,7 +207,8 @@ def _write(file: Any, shape: ModelShape, sessions: Sequence[SessionTrace]) -> No
                 for name in (session.session_hash, session.workload)
             ]
             columns.append(pa.array(np.arange(session.first, session.first + n_tokens, dtype=np.uint32)))
-            columns.append(pa.array(session.decode))
+            flags: Any = session.decode
+            columns.append(pa.array(flags))
             for layer, ids in zip(shape.layers, session.ids, strict=True):
                 missing = (ids < 0).any(axis=1)
                 values = pa.array(np.maximum(ids, 0).astype(np.uint16).ravel())
@@ -240,17 +245,23 @@ def _shape(file: pq.ParquetFile) -> ModelShape:
 
 def _sessions(file: pq.ParquetFile, shape: ModelShape) -> Iterator[SessionTrace]:
     """One a row group at a time; a row group may hold parts of several sessions."""
+    import pyarrow as pa
+
     for group in range(file.metadata.num_row_groups):
         table = file.read_row_group(group).combine_chunks()
         if not len(table):
             continue
-        names = [table.column(name).combine_chunks().cast("string").to_numpy(zero_copy_only=False) for name in _NAMES]
+        names = [
+            table.column(name).combine_chunks().cast(pa.string()).to_numpy(zero_copy_only=False) for name in _NAMES
+        ]
         decode = table.column("decode").combine_chunks().to_numpy(zero_copy_only=False).astype(bool)
         token = table.column("token").combine_chunks().to_numpy().astype(np.int64)
-        ids = [_selections(table.column(f"block_{layer.block}"), layer.top_k, layer.n_experts) for layer in shape.layers]
+        ids = [
+            _selections(table.column(f"block_{layer.block}"), layer.top_k, layer.n_experts) for layer in shape.layers
+        ]
         changes = np.flatnonzero((names[0][1:] != names[0][:-1]) | (names[1][1:] != names[1][:-1])) + 1
         edges = [0, *changes.tolist(), len(table)]
-        for start, end in zip(edges[:-1], edges[1:], strict=True):
+        for start, end in itertools.pairwise(edges):
             part = slice(start, end)
             if not _HASH.match(str(names[0][start])):
                 raise ValueError(f"session {names[0][start]!r}, expected 64 hex digits")

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import sqlite3
 import stat
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from spark_agent.errors import RefusedError, SparkError
 from spark_agent.spool import Spool
 from spark_agent.traces import SessionTrace, TraceFolder, load_traces
+from spark_agent.upload import preview
 from spark_schemas.model import ExpertLayer, ModelShape
 
 
@@ -214,18 +217,15 @@ def test_a_trace_never_gets_into_the_spool(tmp_path, sessions):
     assert caught.value.exit_code == 3
 
 
-def test_a_trace_smuggled_into_the_spool_is_not_sent(tmp_path, folder, make_model, make_session):
+def test_a_trace_smuggled_into_the_spool_is_not_sent(tmp_path, make_model, make_session):
     """The uploader reads every row again as what may leave."""
-    import sqlite3
-
-    from spark_agent.upload import preview
-
     path = tmp_path / "spool.db"
     with Spool.open(path) as spool:
         model = make_model()
         spool.add(model, make_session(model))
         assert list(preview(spool, minimum_tokens=1))
         with sqlite3.connect(path) as connection:
-            connection.execute("UPDATE sessions SET body = ?", ((folder / "trace-000001.parquet").read_bytes(),))
+            body = json.dumps({"session_hash": "0" * 64, "workload": "chat", "ids": [[[1, 2], [3, 4]]]})
+            connection.execute("UPDATE sessions SET body = ?, bytes = ?", (body, len(body)))
         connection.close()
         assert list(preview(spool, minimum_tokens=1)) == []

@@ -33,7 +33,11 @@ class Machine:
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` for figures that no machine has."""
-        if not self.token_s > 0 or not self.miss_s >= 0 or not (self.link_bytes_per_s is None or self.link_bytes_per_s > 0):
+        if (
+            not self.token_s > 0
+            or not self.miss_s >= 0
+            or not (self.link_bytes_per_s is None or self.link_bytes_per_s > 0)
+        ):
             raise ValueError(f"{self}: times and rates, expected numbers above 0")
 
     def decode_tok_s(self, loads_per_token: float, expert_bytes: float = 0.0) -> float:

@@ -6,6 +6,7 @@ settings are independent of each other: each combination is a *lane*, and all la
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -33,7 +34,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """What every lane reads: ``ids[row, layer, k]``, from ``first_row[lane]`` on, in calls of ``calls[lane]`` tokens."""
+    """What each lane reads: ``ids[row, layer, k]``, from ``first_row[lane]`` on, in calls of ``calls[lane]`` tokens."""
 
     ids: NDArray[np.integer]
     first_row: IntArray
@@ -72,7 +73,7 @@ class Lanes:
             active = int(np.searchsorted(-n_calls, -step, side="left"))
             sizes = table[:active, step]
             edges = [0, *(np.flatnonzero(np.diff(sizes)) + 1).tolist(), active]
-            for start, end in zip(edges[:-1], edges[1:], strict=True):
+            for start, end in itertools.pairwise(edges):
                 tokens = done[start:end, None] + np.arange(sizes[start])
                 ids = self.ids[first[start:end, None] + tokens].astype(np.int64)
                 yield Run(slice(start, end), ids, offsets[start:end, None] + tokens)

@@ -1,8 +1,8 @@
 """The offline optimum: what no cache can beat that must hold every expert it uses.
 
-Of the experts that a call does not select, the one whose next use is farthest leaves (Belady 1966). All selections of a
-token of a layer are needed at once; each of them keeps its slot until its own next use or not at all, which is a packing
-of intervals under a constant capacity, so the farthest next use stays optimal. A test compares it with every choice.
+Of the experts that a call does not select, the one whose next use is farthest leaves (Belady 1966). All selections of
+a token of a layer are needed at once; each keeps its slot until its own next use or not at all, which is a packing of
+intervals under a constant capacity, so the farthest next use stays optimal. A test compares it with every choice.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _next_uses(lanes: Lanes, chunk: IntArray, n_experts: int) -> NDArray[np.int3
 
 def _first_uses(upcoming: NDArray[np.int32], lanes: Lanes, lane: int, first: IntArray) -> None:
     start, length = int(lanes.first_row[lane]), int(lanes.calls[lane].sum())
-    n_layers, top_k = lanes.ids.shape[1:]
+    _n_layers, top_k = lanes.ids.shape[1:]
     flat = (lanes.ids[start : start + length].astype(np.int64) + first[:, None]).ravel()
     entries, where = np.unique(flat, return_index=True)
     upcoming[entries] = where // top_k

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,14 +18,13 @@ from spark_runtime.tier_start import DECAY, PRIOR_TOKENS
 
 __all__ = ["CACHES", "POLICIES", "Cache", "PolicyName", "Sharing", "cold_hits", "loads"]
 
+_Number = TypeVar("_Number", bound=np.generic)
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 Frequency = Sequence[FloatArray]
 """Per layer a share for every expert."""
 
-PolicyName = Literal[
-    "uniform", "static", "oracle", "lru_unprotected", "lru", "lfu", "lru_pinned", "scored", "belady"
-]
+PolicyName = Literal["uniform", "static", "oracle", "lru_unprotected", "lru", "lfu", "lru_pinned", "scored", "belady"]
 """``uniform`` keeps the first experts, ``static`` the profile's hottest, ``oracle`` the judged sessions' own hottest:
 none of them moves anything. ``lru`` never evicts what the current token selected, ``lru_unprotected`` takes selections
 one by one and may. ``lfu`` counts without forgetting. ``lru_pinned`` keeps a share of the slots for the hottest.
@@ -110,7 +109,12 @@ def _replay(
 
 
 def _class_replay(
-    cache: Cache, trace: Trace, of: LayerClass, slots: IntArray, profiles: Sequence[Frequency | None], calls: list[IntArray]
+    cache: Cache,
+    trace: Trace,
+    of: LayerClass,
+    slots: IntArray,
+    profiles: Sequence[Frequency | None],
+    calls: Sequence[IntArray],
 ) -> Replayed:
     frequency = _frequencies(trace, of, profiles)
     if cache.policy not in CACHES:
@@ -145,7 +149,7 @@ def _scored(
 ) -> Replayed:
     """LRU and LFU are the runtime's policy at the ends of its decay."""
     decay = {"lru": 0.0, "lru_pinned": 0.0, "lfu": 1.0}.get(cache.policy, cache.decay)
-    prior = np.zeros(order.shape)
+    prior: FloatArray = np.zeros(order.shape)
     if cache.policy == "scored" and frequency is not None:
         prior = frequency * (of.top_k * cache.prior_tokens)
         prior = prior if cache.sharing == "pool" else _by_layer(prior)
@@ -203,7 +207,7 @@ def _orders(frequency: FloatArray | None, shape: tuple[int, int, int]) -> IntArr
     return np.argsort(-frequency, axis=2, kind="stable")
 
 
-def _by_layer(values: NDArray[np.generic]) -> NDArray[np.generic]:
+def _by_layer(values: NDArray[_Number]) -> NDArray[_Number]:
     """``[session, layer, …]`` to ``[layer x session, 1, …]``, a lane for each."""
     swapped = values.swapaxes(0, 1)
     return swapped.reshape(-1, 1, *values.shape[2:])

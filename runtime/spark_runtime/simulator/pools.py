@@ -107,7 +107,8 @@ def _capacity(starts: PoolStarts, top_k: int) -> IntArray:
     """``[lane, layer]``: different experts of one call that find slots, whatever the other layers hold."""
     kept = np.maximum(_floor(starts, top_k), starts.pinned)
     others = kept.sum(axis=1, keepdims=True) - kept
-    return np.maximum(starts.slots.sum(axis=1, keepdims=True) - others - starts.pinned, 0)
+    free: IntArray = np.maximum(starts.slots.sum(axis=1, keepdims=True) - others - starts.pinned, 0)
+    return free
 
 
 def _floor(starts: PoolStarts, top_k: int) -> IntArray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -9,11 +10,28 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from spark_runtime.placement import Interval, LayerSizes, bootstrap_interval, frequencies, residency_budget, uniform_slots
+from spark_runtime.placement import (
+    Interval,
+    LayerSizes,
+    bootstrap_interval,
+    frequencies,
+    residency_budget,
+    uniform_slots,
+)
 from spark_runtime.simulator.policies import Cache, Frequency, cold_hits, loads
 from spark_runtime.simulator.traces import Trace
 
-__all__ = ["PROFILES", "Judgement", "Part", "PhaseOf", "ProfileName", "Study", "TraceTooSmallError", "Tuned", "equal_slots"]
+__all__ = [
+    "PROFILES",
+    "Judgement",
+    "Part",
+    "PhaseOf",
+    "ProfileName",
+    "Study",
+    "TraceTooSmallError",
+    "Tuned",
+    "equal_slots",
+]
 
 IntArray = NDArray[np.int64]
 ProfileName = Literal["none", "mixed", "own", "foreign", "given"]
@@ -90,26 +108,36 @@ class Study:
         batch: int = 1,
         prompt_batch: int = 512,
         given: Frequency | None = None,
+        judged: str | None = None,
     ) -> None:
-        """Split; sessions without a token of the phase are left out. Raises :class:`TraceTooSmallError`."""
+        """Split; sessions without a token of the phase are left out, and only workload ``judged`` judges.
+
+        Raises :class:`TraceTooSmallError`.
+        """
         if trace.decode is None and phase != "decode":
             raise TraceTooSmallError("the trace holds decoded tokens only")
         decode = None if phase == "both" else phase == "decode"
         whole = trace.select(range(trace.n_sessions), decode=decode)
-        used = np.flatnonzero(whole.lengths > 0)
+        used: list[int] = np.flatnonzero(whole.lengths > 0).tolist()
         self.trace = whole.select(used)
         self.workloads = [workloads[session] for session in used]
-        self.held_out = np.array([held_out[session] for session in used], dtype=bool)
+        self.held_out: NDArray[np.bool_] = np.array([held_out[session] for session in used], dtype=np.bool_)
         if not len(used):
             raise TraceTooSmallError(f"the trace has no session with {'a' if phase == 'both' else phase} token")
         self.phase, self.batch, self.prompt_batch, self.given = phase, batch, prompt_batch, given
+        self._judged = judged
+        if not len(self.judging):
+            raise TraceTooSmallError(f"no held-out session of {judged}")
         self._frequency: dict[tuple[str, bytes], Frequency] = {}
         self._judges: dict[bytes, Trace] = {}
 
     @property
     def judging(self) -> IntArray:
         """Sessions that judge: the held-out ones, or all where no session is held out."""
-        return np.flatnonzero(self.held_out) if self.held_out.any() else np.arange(self.trace.n_sessions)
+        wanted = self.held_out if self.held_out.any() else np.ones(self.trace.n_sessions, dtype=bool)
+        if self._judged is not None:
+            wanted = wanted & np.array([workload == self._judged for workload in self.workloads])
+        return np.flatnonzero(wanted)
 
     @property
     def calibrating(self) -> IntArray:
@@ -213,8 +241,9 @@ class Study:
             sessions = [session for session in calibrating.tolist() if workload in {"", self.workloads[session]}]
             if not sessions:
                 raise TraceTooSmallError(
-                    f"no session of {workload or 'any workload'} is left to calibrate on" if self.held_out.any() else
-                    "no session is held out, so none may calibrate"
+                    f"no session of {workload or 'any workload'} is left to calibrate on"
+                    if self.held_out.any()
+                    else "no session is held out, so none may calibrate"
                 )
             counts = [self._counts(session) for session in sessions]
             self._frequency[key] = frequencies(counts, [int(self.trace.lengths[session]) for session in sessions])
@@ -260,7 +289,7 @@ def _descend(
 def _parts(trace: Trace, cold: IntArray, positions: Sequence[int]) -> Iterator[Part]:
     position = np.arange(trace.n_tokens) - np.repeat(trace.offsets[:-1], trace.lengths)
     edges: list[int | None] = [0, *positions, None]
-    for first, end in zip(edges[:-1], edges[1:], strict=True):
+    for first, end in itertools.pairwise(edges):
         start = first or 0
         inside = (position >= start) & (position < (trace.n_tokens if end is None else end))
         n_tokens = int(inside.sum())

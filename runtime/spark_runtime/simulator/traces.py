@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -117,7 +118,7 @@ class Trace:
             phases = np.ones(end - start, dtype=bool) if self.decode is None else self.decode[start:end]
             edges = [0, *(np.flatnonzero(np.diff(phases)) + 1).tolist(), end - start]
             sizes: list[int] = []
-            for first, last in zip(edges[:-1], edges[1:], strict=True):
+            for first, last in itertools.pairwise(edges):
                 if first < last:
                     size = batch if phases[first] else prompt_batch
                     whole, rest = divmod(last - first, size)
