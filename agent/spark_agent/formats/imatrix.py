@@ -16,6 +16,7 @@ from spark_agent.formats.hints import Hints
 from spark_agent.formats.reading import Found, check_sums, fail, layers_of_counts, whole_counts
 from spark_runtime.errors import NotGgufError, SparkRuntimeError
 from spark_runtime.gguf_file import GgufModel, TensorInfo, read_gguf
+from spark_schemas.ids import MAX_COUNT
 from spark_schemas.model import MAX_BLOCKS, MAX_EXPERTS
 
 __all__ = ["read_imatrix"]
@@ -67,7 +68,7 @@ def _compare_tokens(found: Found, file: GgufModel, counts: dict[int, NDArray[np.
     total = max(int(row.sum()) for row in counts.values())
     if total % (chunks * size):
         found.warnings.append(f"{total} selections a layer are no multiple of the header's {chunks} x {size} tokens")
-    elif found.tokens is None:
+    elif found.tokens is None and chunks * size <= MAX_COUNT:
         found.tokens = chunks * size
 
 

@@ -190,7 +190,7 @@ def check_sums(found: Found) -> None:
     elif len(top_ks) == 1 and None not in top_ks and found.tokens is None:
         [total], [top_k] = sums, top_ks
         if top_k and total % top_k == 0:
-            found.tokens = total // top_k
+            found.tokens = total // top_k if total // top_k <= MAX_COUNT else None
         elif top_k:
             found.warnings.append(f"{total} selections a layer are no multiple of top_k = {top_k}")
     silent = [layer.block for layer in found.layers if layer.counts is not None and not any(layer.counts)]

@@ -151,6 +151,9 @@ def _check(path: Path, data: bytes) -> None:
         for opcode, argument, _ in pickletools.genops(data):
             if opcode.name not in _OPCODES:
                 fail(path, f"its pickle would run {opcode.name}, expected only plain values and tensors")
+            if opcode.name == "LONG_BINPUT" and int(argument or 0) > len(data):
+                # The memo grows to the highest number, whoever uses it.
+                fail(path, f"its pickle remembers a value as number {argument}")
             if opcode.name == "GLOBAL" and _named(str(argument).replace(" ", ".")) is None:
                 fail(path, f"its pickle names {argument}, expected only plain values and tensors")
     except FormatError:

@@ -2,8 +2,8 @@
 
 Lines (``expert_load_stats_path``, pull request 41141): ``record_type`` ``eplb_load_stats``, ``version`` 1, ``step``,
 ``expert_load[layers][physical]``, ``p2l_map[layers][physical]``; other record types are passed over. Answer (pull
-request 46146): ``num_experts``, ``num_layers``, ``top_k``, ``total_tokens_processed``, and ``layer_expert_activation_counts``
-``{layer: {expert: count}}``. Neither was merged when this was read.
+request 46146): ``num_experts``, ``num_layers``, ``top_k``, ``total_tokens_processed``, and
+``layer_expert_activation_counts`` ``{layer: {expert: count}}``. Neither was merged when this was read.
 """
 
 from __future__ import annotations
