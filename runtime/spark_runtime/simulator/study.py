@@ -123,7 +123,7 @@ class Study:
         self.workloads = [workloads[session] for session in used]
         self.held_out: NDArray[np.bool_] = np.array([held_out[session] for session in used], dtype=np.bool_)
         if not len(used):
-            raise TraceTooSmallError(f"the trace has no session with {'a' if phase == 'both' else phase} token")
+            raise TraceTooSmallError(f"no session with a token of {'any phase' if phase == 'both' else phase}")
         self.phase, self.batch, self.prompt_batch, self.given = phase, batch, prompt_batch, given
         self._judged = judged
         if not len(self.judging):

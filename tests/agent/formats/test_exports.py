@@ -59,7 +59,9 @@ def shape_of(profile: ImportedProfile, n_bytes: int = 10) -> ModelShape:
     )
 
 
-def again(folder: Path, form: str, profile: ImportedProfile, shape: ModelShape | None, **options: Any) -> ImportedProfile:
+def again(
+    folder: Path, form: str, profile: ImportedProfile, shape: ModelShape | None, **options: Any
+) -> ImportedProfile:
     exported = export(form, Wanted(profile, shape, **options))
     path = folder / "exported"
     path.write_bytes(exported.content)
@@ -140,7 +142,7 @@ def test_exports_that_cannot_be(make_manifest) -> None:
         export("lucebox-csv", Wanted(bare))
     with pytest.raises(UsageError, match="needs the bytes"):
         export("fitz", Wanted(bare, budget_bytes=10))
-    with pytest.raises(UsageError, match="pass --model|need the bytes"):
+    with pytest.raises(UsageError, match="need the bytes"):
         export("llama-cpp", Wanted(bare, residency=0.5))
     with pytest.raises(UsageError, match="expected one of"):
         export("gguf", Wanted(bare))
@@ -195,7 +197,9 @@ def test_another_models_profile_is_refused(counted: ImportedProfile) -> None:
     with pytest.raises(SparkError, match="selects 2 experts, the profile says 1"):
         bind(counted.model_copy(update={"histograms": layers}), model(0, 1, 2))
     odd = tuple(layer.model_copy(update={"counts": (1, 1, 1, 0)}) for layer in counted.histograms)
-    assert any("no multiple" in w for w in bind(counted.model_copy(update={"histograms": odd}), model(0, 1, 2)).warnings)
+    assert any(
+        "no multiple" in w for w in bind(counted.model_copy(update={"histograms": odd}), model(0, 1, 2)).warnings
+    )
 
 
 def test_profiles_are_kept_and_read_strictly(tmp_path: Path, counted: ImportedProfile) -> None:
@@ -207,7 +211,13 @@ def test_profiles_are_kept_and_read_strictly(tmp_path: Path, counted: ImportedPr
         path.write_text(json.dumps(value | changes))
         with pytest.raises(SparkError, match="is no profile"):
             load_profile(path)
-    for layer in ({"counts": [1, 2]}, {"counts": [-1, 1, 1, 1]}, {"ranking": [4]}, {"ranking": [1, 1]}, {"counts": None}):
+    for layer in (
+        {"counts": [1, 2]},
+        {"counts": [-1, 1, 1, 1]},
+        {"ranking": [4]},
+        {"ranking": [1, 1]},
+        {"counts": None},
+    ):
         broken = {"block": 0, "n_experts": 4, "top_k": None, "counts": None, "ranking": None} | layer
         path.write_text(json.dumps(value | {"histograms": [broken]}))
         with pytest.raises(SparkError, match="is no profile"):

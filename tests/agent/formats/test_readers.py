@@ -49,7 +49,8 @@ def test_lucebox_csv(write, read):
 
 @pytest.mark.parametrize(
     "row",
-    ["-1,2,3", "1,2", "1,2,3,4", "1,,3", "1, 2,3", "+1,2,3", "1e3,2,3", "nan,2,3", "inf,2,3", "1.0,2,3", "9" * 25 + ",1,1",
+    ["-1,2,3", "1,2", "1,2,3,4", "1,,3", "1, 2,3", "+1,2,3", "1e3,2,3", "nan,2,3", "inf,2,3", "1.0,2,3",
+     "9" * 25 + ",1,1",
      f"{2**53 + 1},2,3", "٣,2,3", ""],
 )  # fmt: skip
 def test_lucebox_counts_that_are_none(write, read, row):
@@ -165,7 +166,7 @@ def test_imatrix_counts_that_are_none(imatrix, read, row):
 
 
 def test_imatrix_files_that_are_none(imatrix, read, write, tmp_path):
-    with pytest.raises(FormatError, match="general.type"):
+    with pytest.raises(FormatError, match=r"general\.type"):
         read("imatrix", imatrix(of_layer(0, [1, 2, 3]), kind="model"))
     with pytest.raises(FormatError, match="no counts of experts"):
         read("imatrix", imatrix({"blk.0.ffn_up.weight.counts": np.array([[3]])}))
@@ -389,7 +390,9 @@ def report(**changes: Any) -> dict[str, Any]:
         {
             "layer_id": layer + 1,
             "imbalance_ratio": 1.0,
-            "experts": [{"expert_id": e, "token_count": n, "activation_fraction": n / 6} for e, n in enumerate(row) if n],
+            "experts": [
+                {"expert_id": e, "token_count": n, "activation_fraction": n / 6} for e, n in enumerate(row) if n
+            ],
         }
         for layer, row in enumerate(COUNTS)
     ]
