@@ -55,7 +55,7 @@ class Lanes:
 
     def chunks(self, entries_per_lane: int) -> Iterator[IntArray]:
         """Lanes in :attr:`order`, so many at once that their tables stay in a core's cache."""
-        size = max(16, _ENTRIES_AT_ONCE // entries_per_lane)
+        size = max(64, _ENTRIES_AT_ONCE // entries_per_lane)
         order = self.order
         for start in range(0, len(order), size):
             yield order[start : start + size]
