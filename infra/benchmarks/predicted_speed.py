@@ -1,8 +1,8 @@
 """Tokens a second that the simulator's cost model predicts, beside what was measured.
 
 Usage: predicted_speed.py --machine BENCH.json --measured RESULT.json [...] [--out FILE]. The machine is fitted to one
-run of `spark-agent bench`; what it predicts are other runs of the same model on the same machine, from the cold hits that
-each of them counted and, where it has one, from the cold hits that a simulation of its tokens gave.
+run of `spark-agent bench`; what it predicts are other runs of the same model on the same machine, from the cold hits
+that each of them counted and, where it has one, from the cold hits that a simulation of its tokens gave.
 """
 
 from __future__ import annotations
