@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -207,8 +207,7 @@ def _write(file: Any, shape: ModelShape, sessions: Sequence[SessionTrace]) -> No
                 for name in (session.session_hash, session.workload)
             ]
             columns.append(pa.array(np.arange(session.first, session.first + n_tokens, dtype=np.uint32)))
-            flags: Any = session.decode
-            columns.append(pa.array(flags))
+            columns.append(pa.array(cast("Any", session.decode)))
             for layer, ids in zip(shape.layers, session.ids, strict=True):
                 missing = (ids < 0).any(axis=1)
                 values = pa.array(np.maximum(ids, 0).astype(np.uint16).ravel())
