@@ -207,11 +207,13 @@ def _write(file: Any, shape: ModelShape, sessions: Sequence[SessionTrace]) -> No
                 for name in (session.session_hash, session.workload)
             ]
             columns.append(pa.array(np.arange(session.first, session.first + n_tokens, dtype=np.uint32)))
-            columns.append(pa.array(cast("Any", session.decode)))
+            columns.append(pa.array(session.decode))
             for layer, ids in zip(shape.layers, session.ids, strict=True):
                 missing = (ids < 0).any(axis=1)
                 values = pa.array(np.maximum(ids, 0).astype(np.uint16).ravel())
-                columns.append(pa.FixedSizeListArray.from_arrays(values, layer.top_k, mask=pa.array(missing)))
+                columns.append(
+                    pa.FixedSizeListArray.from_arrays(values, layer.top_k, mask=pa.array(cast("Any", missing)))
+                )
             writer.write_table(pa.Table.from_arrays(columns, schema=schema))
 
 
