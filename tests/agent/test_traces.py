@@ -160,7 +160,7 @@ N_TOKENS = 312
         {"session": pa.array(["nobody"] * N_TOKENS).dictionary_encode()},
         {"token": pa.array([0] * N_TOKENS, pa.uint32())},
     ],
-    ids=str,
+    ids=range(11),
 )
 def test_altered_files_are_refused(folder, changes):
     path = folder / "trace-000001.parquet"

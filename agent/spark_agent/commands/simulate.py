@@ -109,7 +109,7 @@ def simulate_command(
     context.output.result(value, lambda: _show(context.output, report.rows, plan))
     for tuned in report.tuned:
         context.output.info(
-            f"tuned at {tuned.residency:.0%} ({tuned.sharing}, {tuned.profile}): --decay {tuned.decay:g}, prior worth "
+            f"tuned at {tuned.residency:.0%} ({tuned.sharing}, {tuned.profile}): decay {tuned.decay:g}, prior worth "
             f"{tuned.prior_tokens:g} tokens: cold-hit rate {tuned.cold_hit_rate:.4f} where "
             f"{tuned.default_cold_hit_rate:.4f} is the runtime's own, both on calibration sessions"
         )

@@ -22,7 +22,9 @@ class MachineFigures:
 
     machine: Machine
     expert_bytes: float | None
-    """Mean bytes of an expert of the measured model; ``None`` where copies are told by the link's rate."""
+    """Mean bytes of an expert of the measured model; ``None`` where nobody says."""
+    fingerprint: str | None = None
+    """Of the model whose tokens were measured; ``None`` where nobody says, or a token's time was given."""
 
 
 def machine_of(
@@ -37,6 +39,8 @@ def machine_of(
         return None
     value = {} if path is None else _read(path)
     expert_bytes = _number(value, "expert_bytes")
+    measured = value.get("fingerprint")
+    fingerprint = measured if isinstance(measured, str) and not token_ms else None
     if "rows" in value:
         fitted = _fitted(value, path, token_ms / 1000)
         value = {"token_s": fitted.token_s, "miss_s": fitted.miss_s}
@@ -48,7 +52,7 @@ def machine_of(
     if miss_s is None and link is None:
         raise UsageError("nothing says what a miss takes", "pass --machine BENCH.json, or --link and --miss-us")
     try:
-        return MachineFigures(Machine(token_s, miss_s or 0.0, link), expert_bytes)
+        return MachineFigures(Machine(token_s, miss_s or 0.0, link), expert_bytes, fingerprint)
     except ValueError as error:
         raise SparkError(f"{path or 'the figures'}: {error}") from error
 

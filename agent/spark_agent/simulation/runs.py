@@ -242,6 +242,8 @@ def _predict(report: Report, source: Source, figures: MachineFigures | None) -> 
         report.notes.append(
             f"a miss was measured with experts of {measured:.0f} bytes, these have {own:.0f}: pass --link and --miss-us"
         )
+    if figures.fingerprint is not None and figures.fingerprint != source.fingerprint:
+        report.notes.append("a token's time was measured with another model: pass --token-ms for this one's")
     report.rows = [
         row
         if row.loads_per_token is None or row.phase == "prefill"

@@ -116,6 +116,17 @@ def test_the_scored_policy_is_what_the_slots_do(spark_cli, traces, shape, sessio
     assert rows[0]["cold_hit_rate"] == pytest.approx(np.mean(rates))
 
 
+def test_another_models_figures_are_said(spark_cli, traces, tmp_path):
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(BENCH | {"fingerprint": "mf1-" + "0" * 32, "expert_bytes": 2e6}))
+    arguments = ("simulate", traces, "--policy", "uniform", "--machine", path)
+    notes = spark_cli(*arguments, "--json").json["notes"]
+    assert any("another model" in note for note in notes)
+    assert any("experts of 2000000 bytes" in note for note in notes)
+    given = spark_cli(*arguments, "--token-ms", 3, "--json").json["notes"]
+    assert not any("another model" in note for note in given)
+
+
 def test_phases_workloads_and_batches(spark_cli, traces):
     prefill = spark_cli("simulate", traces, "--phase", "prefill", "--residency", 0.6, "--json").json
     assert any("not every token was routed" in note for note in prefill["notes"])
