@@ -5,8 +5,10 @@ from __future__ import annotations
 import typer
 
 from spark_agent import __version__
+from spark_agent.commands.import_export import export_command, import_command
 from spark_agent.commands.profiles import profiles_app, pull_profile_command
 from spark_agent.commands.service_key import service_key_app
+from spark_agent.commands.simulate import simulate_command
 from spark_agent.output import run_app
 
 __all__ = ["add_profile_commands", "app", "main", "print_version"]
@@ -33,6 +35,9 @@ def _options(
 def add_profile_commands(target: typer.Typer) -> None:
     """Add what ``spark`` can do; ``spark-agent`` has it too, because other packages also install a ``spark``."""
     target.command("pull-profile")(pull_profile_command)
+    target.command("simulate")(simulate_command)
+    target.command("import")(import_command)
+    target.command("export")(export_command)
     target.add_typer(profiles_app, name="profiles")
     target.add_typer(service_key_app, name="service-key")
 

@@ -18,7 +18,7 @@ from typing import Self
 
 from pydantic import ValidationError
 
-from spark_agent.errors import SpoolError, SpoolFullError
+from spark_agent.errors import RefusedError, SpoolError, SpoolFullError
 from spark_agent.spool_file import explained, open_database, transaction
 from spark_schemas.histogram import SessionHistogram
 from spark_schemas.invariants import check_session
@@ -115,8 +115,14 @@ class Spool:
 
         ``False``: the same counts are here already, were uploaded, or were rejected. Raises
         :class:`~spark_schemas.invariants.InvariantError` for counts that cannot be true and
-        :class:`SpoolFullError` when there is no room; then nothing has changed.
+        :class:`SpoolFullError` when there is no room; then nothing has changed. Anything but a histogram is refused
+        with :class:`RefusedError`.
         """
+        if type(session) is not SessionHistogram:
+            raise RefusedError(
+                f"only histograms may be uploaded, found {type(session).__name__}",
+                hint="token-level traces rebuild text: they stay on this machine",
+            )
         check_session(session, model)
         body = session.model_dump_json()
         size = len(body.encode())

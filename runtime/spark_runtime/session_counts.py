@@ -46,7 +46,7 @@ class SessionCounts:
         self._routed: dict[Phase, list[int]] = {phase: [0] * len(shape.layers) for phase in self.tokens}
         self._recency = [RecencyOrder(layer.n_experts) for layer in shape.layers]
         self._distances = [np.zeros(layer.n_experts + 1, dtype=np.int64) for layer in shape.layers]
-        self._trace: list[list[IntArray]] | None = [[] for _ in shape.layers] if keep_trace else None
+        self._trace: list[tuple[Phase, int, Sequence[IntArray]]] | None = [] if keep_trace else None
         self._misses: list[TierMisses] = []
 
     def add(self, phase: Phase, n_tokens: int, ids: Sequence[IntArray]) -> None:
@@ -59,8 +59,8 @@ class SessionCounts:
             if phase == "decode":
                 distances = self._recency[index].observe(selected)
                 self._distances[index] += np.bincount(distances.ravel(), minlength=n_experts + 1)
-                if self._trace is not None:
-                    self._trace[index].append(selected)
+        if self._trace is not None:
+            self._trace.append((phase, n_tokens, ids))
 
     def absorb(
         self,
@@ -116,12 +116,27 @@ class SessionCounts:
 
     def trace(self) -> list[IntArray]:
         """Decode selections ``ids[token, k]`` of every layer; raise ``ValueError`` when none were to be kept."""
+        decode, ids = self.token_trace()
+        return [layer[decode] for layer in ids]
+
+    def token_trace(self) -> tuple[NDArray[np.bool_], list[IntArray]]:
+        """Whether each token was decoded, and ``ids[token, k]`` of every layer, in the order of the session.
+
+        -1 throughout a call of which a layer did not route every token: nothing says which ones it left out. Raises
+        ``ValueError`` when no trace was to be kept.
+        """
         if self._trace is None:
             raise ValueError("no trace was kept, expected SessionCounts(keep_trace=True)")
-        return [
-            np.concatenate(parts) if parts else np.empty((0, layer.top_k), dtype=np.int64)
-            for parts, layer in zip(self._trace, self.shape.layers, strict=True)
-        ]
+        calls = [(phase == "decode", n_tokens) for phase, n_tokens, _ in self._trace]
+        decode = np.repeat([flag for flag, _ in calls], [n_tokens for _, n_tokens in calls]).astype(bool)
+        layers = []
+        for index, layer in enumerate(self.shape.layers):
+            parts = [np.empty((0, layer.top_k), dtype=np.int64)]
+            for _, n_tokens, ids in self._trace:
+                whole = len(ids[index]) == n_tokens
+                parts.append(ids[index] if whole else np.full((n_tokens, layer.top_k), -1, dtype=np.int64))
+            layers.append(np.concatenate(parts))
+        return decode, layers
 
     def to_histogram(self, session_hash: str, workload: str, live: LiveMisses | None = None) -> SessionHistogram | None:
         """The counts as they may be stored and uploaded, with what was measured; ``None`` before the first token."""

@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 from spark_runtime.placement import expert_order
 from spark_runtime.recency import RecencyOrder
+from spark_runtime.simulator.lanes import Lanes
+from spark_runtime.simulator.pools import PoolStarts, replay_pools
 
 __all__ = ["lru_cold_hits", "scored_cold_hits"]
 
@@ -47,25 +49,13 @@ def scored_cold_hits(
 
     An expert's score is its selections, each worth ``decay ** age`` (age in tokens), plus what ``prior_tokens`` tokens
     of a workload with this ``frequency`` (a share per expert) would have selected. The cache starts with the most
-    frequent experts, or without a profile with the first. Towards ``decay`` 0 this is LRU. An expert that the current
-    token selects never leaves. Raises ``ValueError`` for fewer slots than top-k.
+    frequent experts, or without a profile with the first. With ``decay`` 0 this is LRU. An expert that the current
+    token selects never leaves. It decides as the runtime does for a layer with slots of its own, to the last bit.
+    Raises ``ValueError`` for fewer slots than top-k.
     """
     top_k = ids.shape[1]
-    if slots < top_k:
-        raise ValueError(f"{slots} slots, expected at least top_k = {top_k}")
     prior = np.zeros(n_experts) if frequency is None else frequency * (top_k * prior_tokens)
-    resident = np.zeros(n_experts, dtype=bool)
-    resident[(np.arange(n_experts) if frequency is None else expert_order(frequency))[:slots]] = True
-    score = np.zeros(n_experts)
-    cold = 0
-    for row in ids:
-        score *= decay
-        missing = row[~resident[row]]
-        if len(missing):
-            cold += len(missing)
-            ranked = np.where(resident, score + prior, np.inf)
-            ranked[row] = np.inf
-            resident[np.argsort(ranked, kind="stable")[: len(missing)]] = False
-            resident[missing] = True
-        score[row] += 1.0
-    return cold
+    order = np.arange(n_experts) if frequency is None else expert_order(frequency)
+    starts = PoolStarts(order[None, None], prior[None, None], np.array([[slots]]), np.array([[0]]))
+    lanes = Lanes(ids[:, None], np.array([0]), [np.ones(len(ids), dtype=np.int64)])
+    return int(replay_pools(lanes, starts, decay).cold.sum())

@@ -197,11 +197,7 @@ def test_without_memory_it_is_lru(trace: tuple[np.ndarray, int, int], random: An
 def test_with_a_prior_it_is_the_simulated_cache(
     trace: tuple[np.ndarray, int, int], decay: float, data: st.DataObject
 ) -> None:
-    """Where no two scores are equal.
-
-    Among equal scores the simulation lets the lowest expert go, this the one unused for longest. Here no two are:
-    each prior has low bits of its own, below those of the halves that 12 tokens can make, and all fit 32-bit numbers.
-    """
+    """Where a prior is the same number in 32 bits, which these multiples of 2**-17 are."""
     ids, n_experts, slots = trace
     coarse = data.draw(st.lists(st.integers(0, 15), min_size=n_experts, max_size=n_experts))
     prior = np.array(coarse) / 16 + np.arange(1, n_experts + 1) * 2.0**-17
@@ -212,7 +208,7 @@ def test_with_a_prior_it_is_the_simulated_cache(
 
 
 def test_among_equal_scores_the_longest_unused_leaves() -> None:
-    """Experts 0 and 1 were selected in one token, 1 second: the simulation lets 0 go for 2, this 1."""
+    """Experts 0 and 1 were selected in one token, 1 second: 1 is the longer unused."""
     pool = pool_of(layer_start(4, top_k=2, slots=4), layer_start(4, top_k=2, slots=4), decay=1.0)
     with pytest.raises(IndexError, match="layer 2, expected 0 to 1"):
         pool.capacity(2)

@@ -111,6 +111,9 @@ def _report(output: Output, benchmark: Benchmark, rows: list[Row]) -> None:
         "fingerprint": shape.fingerprint,
         "device": "gpu" if benchmark.on_cards else "cpu",
         "n_ctx": workload.n_ctx,
+        # What a miss copies: `spark simulate --machine` reads it with the rows.
+        "expert_bytes": sum(layer.top_k * layer.expert_bytes for layer in shape.layers)
+        / sum(layer.top_k for layer in shape.layers),
         "tokens": {
             "prompt": workload.prompt,
             "decode": workload.decode,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +15,7 @@ from spark_agent.context import AgentContext, warn_about_counting
 from spark_agent.errors import SparkError, UsageError
 from spark_agent.interrupts import interrupts_at_checks
 from spark_agent.output import counted
+from spark_agent.sizes import format_size, parse_size
 from spark_agent.tiering import MOST_THREADS, TierOptions, plan_for, planned_options, warn_about_tiers
 from spark_agent.transcripts import Skipped, Transcript, read_transcripts
 from spark_agent.workload_name import check_workload_name
@@ -39,7 +41,12 @@ def record_command(
     ] = None,
     workload: Annotated[str | None, typer.Option(help="Name of the class of sessions, e.g. code-heavy.")] = None,
     demo: Annotated[bool, typer.Option("--demo", help="Record the bundled demo sessions of three workloads.")] = False,
-    trace: Annotated[Path | None, typer.Option(help="Also keep a token-level trace in this local file.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Also keep token-level traces in this local folder; they are never uploaded.")
+    ] = None,
+    trace_limit: Annotated[
+        str, typer.Option(help="Most that the folder of traces may take; the oldest files leave.")
+    ] = "1G",
     max_tokens: Annotated[int, typer.Option(min=0, help="Most tokens of each session; 0: all.")] = 0,
     ctx: Annotated[int, typer.Option(min=0, help="Context, tokens; 0: as trained, at most 8192.")] = 0,
     threads: Annotated[
@@ -51,14 +58,24 @@ def record_command(
     context = AgentContext.create(json_mode=json)
     report = _Report()
     work = _demo_work(sessions, workload) if demo else _named_work(sessions, workload)
+    limit_bytes = parse_size(trace_limit, "--trace-limit")
     _check_trace(trace)
     path = context.model_path(model)
     try:
-        _record(context, path, work, report, trace=trace, max_tokens=max_tokens, ctx=ctx, threads=threads, demo=demo)
-    except KeyboardInterrupt:
-        context.output.info(
-            f"kept in the spool: {counted(report.sessions, 'session')}" + (", but no trace" if trace else "")
+        _record(
+            context,
+            path,
+            work,
+            report,
+            trace=trace,
+            trace_limit_bytes=limit_bytes,
+            max_tokens=max_tokens,
+            ctx=ctx,
+            threads=threads,
+            demo=demo,
         )
+    except KeyboardInterrupt:
+        context.output.info(f"kept in the spool: {counted(report.sessions, 'session')}")
         raise
     _warn_about(context, report)
     if not report.sessions:
@@ -100,9 +117,9 @@ def _check_trace(path: Path | None) -> None:
     """Find out before the work, not after it, that a trace cannot be written."""
     if path is None:
         return
-    folder = next(parent for parent in path.absolute().parents if parent.exists())
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise SparkError(f"cannot write the trace {path}", "--trace takes a file in a folder that you may write to")
+    folder = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise SparkError(f"cannot write the trace {path}", "--trace takes a folder that you may write to")
 
 
 def _record(
@@ -112,13 +129,14 @@ def _record(
     report: _Report,
     *,
     trace: Path | None,
+    trace_limit_bytes: int,
     max_tokens: int,
     ctx: int,
     threads: int,
     demo: bool,
 ) -> None:
     from spark_agent.recording import DECODE_BATCH, record, segments_of
-    from spark_agent.traces import SessionTrace, save_traces
+    from spark_agent.traces import SessionTrace, TraceFolder
     from spark_runtime.chat import ChatFormat
     from spark_runtime.engine import Engine, context_for
     from spark_runtime.gguf_file import read_gguf
@@ -131,8 +149,9 @@ def _record(
     tiers = TierOptions(no_tier=trace is not None)
     plan = plan_for(file, shape, tiers, None, n_ctx, n_outputs_max=DECODE_BATCH)
     options = planned_options(plan, tiers, n_ctx, threads, n_outputs_max=DECODE_BATCH)
-    traces: list[SessionTrace] = []
+    traces = None if trace is None else TraceFolder(trace, shape, trace_limit_bytes)
     with (
+        traces or nullcontext(),
         Engine.load(model, options) as engine,
         context.spool() as spool,
         context.output.progress("recording sessions", len(work) if isinstance(work, list) else None) as advance,
@@ -158,11 +177,15 @@ def _record(
             report.workloads[workload] = report.workloads.get(workload, 0) + 1
             report.tokens_prefill += counts.tokens["prefill"]
             report.tokens_decode += counts.tokens["decode"]
-            if trace is not None:
-                traces.append(SessionTrace(hashed, workload, counts.trace()))
+            if traces is not None:
+                decode, ids = counts.token_trace()
+                traces.add(SessionTrace(hashed, workload, ids, decode))
             advance(1)
-        if trace is not None and traces:
-            save_traces(trace, engine.shape.fingerprint, traces)
+    if traces is not None and traces.removed:
+        context.output.warning(
+            f"{counted(traces.removed, 'file')} of older traces left {trace}, which may take "
+            f"{format_size(trace_limit_bytes)} (--trace-limit)"
+        )
 
 
 def _session_hashes(context: AgentContext, *, demo: bool) -> Callable[[Transcript], str]:

@@ -79,7 +79,7 @@ def _run(sandbox: Sandbox, output: Output) -> None:
     started = time.monotonic()
     model = demo_model_path()
     shape = read_model_shape(model)
-    trace = sandbox.home / "trace.npz"
+    trace = sandbox.home / "traces"
     with sandbox.serving(
         "spark_service.cli", "run", "--open", "-p", "0", "--json", "--data-dir", str(sandbox.home / "service")
     ) as up:
@@ -134,7 +134,7 @@ def _rows(
 ) -> list[Row]:
     n_held_out = profile["n_held_out"]
     held_out = [
-        t for t in traces if t.workload == workload and split_of(t.session_hash) == "held_out" and t.ids[0].size
+        t for t in traces if t.workload == workload and split_of(t.session_hash) == "held_out" and t.decode.any()
     ]
     points = {(point["residency"], point["policy"]): point for point in profile["curves"]}
     rows: list[Row] = []

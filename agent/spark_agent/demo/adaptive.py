@@ -22,7 +22,8 @@ def adaptive_rate(sessions: Sequence[SessionTrace], manifest: PlacementManifest)
 def session_rate(session: SessionTrace, manifest: PlacementManifest) -> float:
     """Cold hits / selections of one session's decode, every layer with the manifest's slots and starting order."""
     cold = selections = 0
-    for ids, layer in zip(session.ids, manifest.layers, strict=True):
+    for selected, layer in zip(session.ids, manifest.layers, strict=True):
+        ids = selected[session.decode]
         hottest_first = expert_order(np.asarray(layer.prior, dtype=np.float64))
         cold += lru_cold_hits(ids, layer.n_experts, [layer.slots], hottest_first)[0]
         selections += ids.size

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from spark_agent.demo import demo_session_hash, demo_sessions
@@ -80,18 +81,37 @@ def test_recording_again_adds_nothing(record, folder, kept):
 
 
 def test_a_trace_is_private_whole_and_true(record, folder, tmp_path):
-    trace = tmp_path / "new" / "trace.npz"
+    trace = tmp_path / "new" / "traces"
     report = record(folder, "--trace", trace, "--json").json
-    assert stat.S_IMODE(trace.stat().st_mode) == 0o600
-    assert [path.name for path in trace.parent.iterdir()] == ["trace.npz"]
+    (path,) = trace.iterdir()
+    assert (path.name, stat.S_IMODE(path.stat().st_mode)) == ("trace-000001.parquet", 0o600)
     traces = load_traces(trace)
-    assert traces.fingerprint == read_model_shape(demo_model_path()).fingerprint
-    assert len(traces.sessions) == report["sessions"]
-    assert sum(len(session.ids[0]) for session in traces.sessions) == report["tokens_decode"]
-    decode = {histogram.session_hash: histogram.decode for histogram in histograms()}
+    assert traces.shape == read_model_shape(demo_model_path())
+    # A copy of a session is the same session.
+    assert len(traces.sessions) == report["sessions"] - 1
+    kept = {histogram.session_hash: histogram for histogram in histograms()}
     for session in traces.sessions:
-        for ids, layer in zip(session.ids, decode[session.session_hash].layers, strict=True):
-            assert [int((ids == expert).sum()) for expert in range(64)] == list(layer.counts)
+        histogram = kept[session.session_hash]
+        assert len(session.decode) == histogram.tokens
+        for phase, wanted in (("decode", session.decode), ("prefill", ~session.decode)):
+            for ids, layer in zip(session.ids, getattr(histogram, phase).layers, strict=True):
+                # Of prompts the last block routes what needs an output.
+                if layer.tokens == wanted.sum():
+                    assert np.bincount(ids[wanted].ravel(), minlength=64).tolist() == list(layer.counts)
+                else:
+                    assert (phase, layer.block) == ("prefill", traces.shape.n_blocks - 1)
+
+
+def test_a_folder_of_traces_keeps_to_its_limit(record, folder, tmp_path):
+    trace = tmp_path / "traces"
+    for _ in range(3):
+        record(folder, "--trace", trace)
+    sizes = [path.stat().st_size for path in trace.iterdir()]
+    assert len(sizes) == 3
+    result = record(folder, "--trace", trace, "--trace-limit", str(2 * max(sizes)))
+    assert "warning: 2 files of older traces left" in result.err
+    assert sum(path.stat().st_size for path in trace.iterdir()) <= 2 * max(sizes)
+    assert load_traces(trace).sessions
 
 
 def test_no_more_tokens_than_wanted(record, tmp_path):
@@ -143,7 +163,7 @@ def test_a_context_longer_than_trained(record, folder):
     record(folder, "--ctx", 4096).failed(1, "--ctx 1024")
 
 
-@pytest.mark.parametrize("name", ["sessions", "sessions/code.txt/trace.npz"])
+@pytest.mark.parametrize("name", ["sessions/code.txt", "sessions/code.txt/traces"])
 def test_a_trace_that_cannot_be_written_is_known_before_the_work(record, folder, tmp_path, name):
     record(folder, "--trace", tmp_path / name).failed(1, "cannot write the trace")
     assert not spool_path().exists()
@@ -167,7 +187,7 @@ def test_a_full_disk_keeps_what_was_recorded(tmp_path, kept):
     path.mkdir()
     for number in range(60):
         (path / f"{number:02}.txt").write_text(f"text {number}\n" + TEXT)
-    trace = tmp_path / "trace.npz"
+    trace = tmp_path / "traces"
     room = 400_000
 
     def limit() -> None:
@@ -186,8 +206,10 @@ def test_a_full_disk_keeps_what_was_recorded(tmp_path, kept):
     assert "error: no room to write the spool" in done.stderr
     assert "hint: " in done.stderr
     assert "Traceback" not in done.stderr
-    assert 0 < len(kept()) < 60
-    assert [entry.name for entry in tmp_path.iterdir() if "trace" in entry.name] == []
+    kept_before = kept()
+    assert 0 < len(kept_before) < 60
+    # What was recorded before is whole.
+    assert len(load_traces(trace).sessions) >= len(kept_before)
     # With room again, the rest is added.
     again = subprocess.run(
         [*COMMAND, "--sessions", path, "--workload", "chat"], capture_output=True, timeout=60, check=True

@@ -16,7 +16,8 @@ def manifest(make_manifest) -> PlacementManifest:
 
 
 def trace(*layers: list[int]) -> SessionTrace:
-    return SessionTrace("0" * 64, "chat", [np.array(layer).reshape(-1, 1) for layer in layers])
+    ids = [np.array(layer).reshape(-1, 1) for layer in layers]
+    return SessionTrace("0" * 64, "chat", ids, np.ones(len(layers[0]), dtype=bool))
 
 
 def test_the_cache_starts_with_the_hot_set_and_follows(manifest: PlacementManifest) -> None:

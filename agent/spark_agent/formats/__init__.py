@@ -1,0 +1,1 @@
+"""Other tools' files: routing counts and rankings in, placements and counts out."""

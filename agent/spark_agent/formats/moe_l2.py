@@ -1,0 +1,83 @@
+"""moe-l2: the map of preferred experts by domain (JSON), and the router map that is made of it (text).
+
+JSON: ``domains.NAME.per_layer_domain_preferred`` ``{"layer": [ids]}``, or ``layers`` ``{"layer": [ids]}``;
+``num_experts`` and ``model`` where they are given. Text: ``layer id id …`` a line, ``#`` before comments. Most
+frequent first. Read from moe-l2 0.14.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from spark_agent.formats.hints import Hints
+from spark_agent.formats.lucebox import ranking_of
+from spark_agent.formats.profile import ImportedLayer
+from spark_agent.formats.reading import Found, digits, fail, integer, lines_of, read_json
+from spark_schemas.model import MAX_BLOCKS, MAX_EXPERTS
+
+__all__ = ["read_moe_l2"]
+
+
+def read_moe_l2(path: Path, hints: Hints) -> Found:
+    """The order of every layer, of one domain (``--domain``) where there are several."""
+    value: dict[str, Any] = {}
+    if path.suffix == ".json":
+        value = read_json(path)
+        if not isinstance(value, dict):
+            fail(path, "no object")
+        rows = _rows(path, value, hints)
+    else:
+        rows = _text(path)
+    stated = value.get("num_experts")
+    n_experts = hints.n_experts
+    if stated is not None:
+        stated = integer(path, "num_experts", stated, MAX_EXPERTS, 1)
+        if n_experts is not None and n_experts != stated:
+            fail(path, f"num_experts {stated}, expected {n_experts}")
+        n_experts = stated
+    warnings = ["a map has an order, no counts; experts that it leaves out were rarely or never selected"]
+    rankings = {layer: ranking_of(path, f"layer {layer}", row, n_experts or MAX_EXPERTS) for layer, row in rows.items()}
+    if n_experts is None:
+        n_experts = max((max(ranking, default=0) for ranking in rankings.values()), default=0) + 1
+        warnings.append(f"the number of experts is not said: taken as {n_experts}; pass --model or --experts")
+    layers = [
+        ImportedLayer(block=layer, n_experts=n_experts, top_k=hints.top_k, ranking=ranking)
+        for layer, ranking in sorted(rankings.items())
+        if ranking
+    ]
+    if not layers:
+        fail(path, "no layer with experts")
+    model = value.get("model")
+    # The file's own experts_per_token is not taken: it is 16 in a published map of a model that selects 8.
+    return Found(layers, warnings, model=model[:200] if isinstance(model, str) else None)
+
+
+def _rows(path: Path, value: Mapping[str, Any], hints: Hints) -> dict[int, Any]:
+    domains = value.get("domains")
+    if isinstance(domains, dict) and domains:
+        names = sorted(str(name) for name in domains)
+        if hints.domain is None and len(names) > 1:
+            fail(path, f"holds {len(names)} domains, pass --domain with one of {', '.join(names)[:300]}")
+        chosen = domains.get(hints.domain if hints.domain is not None else names[0])
+        if not isinstance(chosen, dict):
+            fail(path, f"no domain {hints.domain!r}, found {', '.join(names)[:300]}")
+        table = chosen.get("per_layer_domain_preferred", chosen.get("layers"))
+    else:
+        table = value.get("layers")
+    if not isinstance(table, dict):
+        fail(path, "neither domains with per_layer_domain_preferred nor layers")
+    return {digits(path, "a layer", str(key), MAX_BLOCKS - 1): row for key, row in table.items()}
+
+
+def _text(path: Path) -> dict[int, list[int]]:
+    rows: dict[int, list[int]] = {}
+    for number, line in lines_of(path):
+        if not line.strip() or line.startswith("#"):
+            continue
+        layer, *ids = (digits(path, f"line {number}", word, MAX_EXPERTS - 1) for word in line.split())
+        if layer in rows or layer >= MAX_BLOCKS:
+            fail(path, f"line {number}: layer {layer} is there twice, or no model has so many")
+        rows[layer] = ids
+    return rows

@@ -1,0 +1,1 @@
+"""Behind ``spark simulate``: what it reads, what it runs, what it says."""

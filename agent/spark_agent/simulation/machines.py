@@ -1,0 +1,101 @@
+"""A machine's own figures, from a measurement or as given."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spark_agent.errors import SparkError, UsageError
+from spark_runtime.simulator.cost import Machine, MeasuredRun
+
+__all__ = ["MachineFigures", "machine_of"]
+
+_MOST_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFigures:
+    """What predicts tokens a second, with the size of the experts it was measured with."""
+
+    machine: Machine
+    expert_bytes: float | None
+    """Mean bytes of an expert of the measured model; ``None`` where nobody says."""
+    fingerprint: str | None = None
+    """Of the model whose tokens were measured; ``None`` where nobody says, or a token's time was given."""
+
+
+def machine_of(
+    path: Path | None, token_ms: float, miss_us: float, link_bytes_per_s: int | None
+) -> MachineFigures | None:
+    """A machine from a file, with what was said on the command line in its place; ``None`` when nothing was said.
+
+    A file is the JSON of ``spark-agent bench``, whose tiered rows tell what a miss costs, or an object with
+    ``token_s``, ``miss_s`` and, if known, ``link_bytes_per_s``. Raises :class:`SparkError` and :class:`UsageError`.
+    """
+    if path is None and not (token_ms or miss_us or link_bytes_per_s):
+        return None
+    value = {} if path is None else _read(path)
+    expert_bytes = _number(value, "expert_bytes")
+    measured = value.get("fingerprint")
+    fingerprint = measured if isinstance(measured, str) and not token_ms else None
+    if "rows" in value:
+        fitted = _fitted(value, path, token_ms / 1000)
+        value = {"token_s": fitted.token_s, "miss_s": fitted.miss_s}
+    token_s = token_ms / 1000 or _number(value, "token_s")
+    link = link_bytes_per_s or _number(value, "link_bytes_per_s")
+    miss_s = miss_us / 1e6 or _number(value, "miss_s")
+    if token_s is None:
+        raise UsageError("nothing says what a token takes", "pass --machine BENCH.json, or --token-ms")
+    if miss_s is None and link is None:
+        raise UsageError("nothing says what a miss takes", "pass --machine BENCH.json, or --link and --miss-us")
+    try:
+        return MachineFigures(Machine(token_s, miss_s or 0.0, link), expert_bytes, fingerprint)
+    except ValueError as error:
+        raise SparkError(f"{path or 'the figures'}: {error}") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise SparkError(f"{path} is too large for a machine's figures")
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SparkError(
+            f"cannot read {path}: {error.strerror}", "measure one: spark-agent bench --json > FILE"
+        ) from error
+    except ValueError as error:
+        raise SparkError(f"{path} is not JSON: {error}", "measure one: spark-agent bench --json > FILE") from error
+    if not isinstance(value, dict):
+        raise SparkError(f"{path} holds no object", "measure one: spark-agent bench --json > FILE")
+    return value
+
+
+def _number(value: dict[str, Any], key: str) -> float | None:
+    found = value.get(key)
+    if found is None:
+        return None
+    if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found) or found < 0:
+        raise SparkError(f"{key} is {found!r}, expected a number from 0 on")
+    return float(found)
+
+
+def _fitted(value: dict[str, Any], path: Path | None, token_s: float) -> Machine:
+    try:
+        rows = [row for row in value["rows"] if row.get("decode_tok_s")]
+        # spark-agent bench, and infra/benchmarks/tier_interleaved.py
+        resident = [row["decode_tok_s"] for row in rows if row["config"] in {"all-gpu", "plain"}]
+        runs = [
+            MeasuredRun(float(row["decode_tok_s"]), float(row["cold_hits_per_token"]))
+            for row in rows
+            if row.get("cold_hits_per_token")
+        ]
+        if not token_s and not resident:
+            raise ValueError("no row was measured with every expert resident")
+        return Machine.fitted(token_s or 1.0 / float(resident[0]), runs)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise SparkError(
+            f"{path} tells no machine's figures: {error}", "measure one: spark-agent bench --json > FILE"
+        ) from error

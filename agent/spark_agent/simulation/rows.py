@@ -1,0 +1,73 @@
+"""What a simulation says, row by row."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from spark_runtime.simulator.study import Part
+
+__all__ = ["Report", "Row", "TunedRow"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One policy at one residency."""
+
+    policy: str
+    sharing: str | None
+    """``layer`` or ``pool``; ``None`` where experts do not move."""
+    profile: str
+    residency: float
+    slots: int
+    """Of all layers."""
+    cold_hit_rate: float
+    """Mean over sessions."""
+    low: float | None
+    high: float | None
+    """Ends of its 95% interval over sessions; ``None`` where there are no sessions."""
+    cold_hits_per_token: float | None
+    loads_per_token: float | None
+    predicted_tok_s: float | None
+    phase: str
+    n_sessions: int
+    slot_bytes: int | None = None
+    decay: float | None = None
+    prior_tokens: float | None = None
+    imported: bool = False
+    """From another tool's counts: never a held-out measurement."""
+    parts: tuple[Part, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """The row's columns."""
+        return {**asdict(self), "parts": [asdict(part) for part in self.parts]}
+
+
+@dataclass(frozen=True, slots=True)
+class TunedRow:
+    """Numbers found for ``scored``."""
+
+    sharing: str
+    profile: str
+    residency: float
+    decay: float
+    prior_tokens: float
+    cold_hit_rate: float
+    default_cold_hit_rate: float
+    tried: int
+
+    def as_json(self) -> dict[str, Any]:
+        """The row's columns."""
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class Report:
+    """Everything a simulation found."""
+
+    rows: list[Row]
+    tuned: list[TunedRow]
+    notes: list[str]
+    n_sessions: int = 0
+    """Sessions that judged."""
+    n_calibration: int = 0

@@ -1,0 +1,257 @@
+"""A simulation: which policies, profiles and residencies, over what was read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar, cast, get_args
+
+from spark_agent.errors import SparkError, UsageError
+from spark_agent.simulation.counts import count_rows, given_profile
+from spark_agent.simulation.rows import Report, Row, TunedRow
+from spark_agent.simulation.sources import Source
+from spark_runtime.simulator.policies import CACHES, POLICIES, Cache, PolicyName, Sharing
+from spark_runtime.simulator.study import (
+    PROFILES,
+    Judgement,
+    PhaseOf,
+    ProfileName,
+    Study,
+    TraceTooSmallError,
+    equal_slots,
+)
+
+if TYPE_CHECKING:
+    from spark_agent.simulation.machines import MachineFigures
+
+__all__ = ["Plan", "run"]
+
+_SINGLE_TOKEN: tuple[PolicyName, ...] = ("belady", "lru_unprotected")
+_Name = TypeVar("_Name", bound=str)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to simulate."""
+
+    policies: tuple[PolicyName, ...]
+    sharings: tuple[Sharing, ...]
+    profiles: tuple[ProfileName, ...]
+    given: str | None
+    """A file of a profile, for ``given``."""
+    residencies: tuple[float, ...]
+    positions: tuple[int, ...]
+    phase: PhaseOf
+    batch: int
+    ubatch: int
+    tune: bool
+    asked: bool
+    """Whether policies were named: those that cannot be had are then an error's reason, not left out."""
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        policies: Sequence[str],
+        sharings: Sequence[str],
+        profiles: Sequence[str],
+        residencies: Sequence[float],
+        positions: tuple[int, ...],
+        phase: str,
+        batch: int,
+        ubatch: int,
+        tune: bool,
+    ) -> Plan:
+        """Check what was typed; raise :class:`UsageError`."""
+        for share in residencies:
+            if not 0 < share <= 1:
+                raise UsageError(f"--residency: found {share:g}, expected a share above 0, at most 1", "e.g. 0.6")
+        names = [name for name in PROFILES if name != "given"]
+        files = [name for name in profiles if name not in names]
+        if len(files) > 1:
+            raise UsageError(f"--profile: found {files[0]!r} and {files[1]!r}, expected at most one file")
+        known = tuple(cast(ProfileName, "given" if name in files else name) for name in profiles)
+        return cls(
+            policies=_names("--policy", policies, POLICIES) or POLICIES,
+            sharings=_names("--sharing", sharings, get_args(Sharing)) or get_args(Sharing),
+            profiles=tuple(dict.fromkeys(known)) or ("none", "own"),
+            given=files[0] if files else None,
+            residencies=tuple(dict.fromkeys(residencies)) or (0.3, 0.6, 0.8),
+            positions=positions,
+            phase=_names("--phase", [phase], get_args(PhaseOf))[0],
+            batch=batch,
+            ubatch=ubatch,
+            tune=tune,
+            asked=bool(policies),
+        )
+
+    @property
+    def in_batches(self) -> bool:
+        """Whether calls have several tokens."""
+        return self.batch > 1 or self.phase != "decode"
+
+
+def _names(option: str, found: Sequence[str], allowed: Sequence[_Name]) -> tuple[_Name, ...]:
+    for name in found:
+        if name not in allowed:
+            raise UsageError(f"{option}: found {name!r}, expected one of {', '.join(allowed)}")
+    return tuple(dict.fromkeys(cast("Sequence[_Name]", found)))
+
+
+def run(
+    plan: Plan, source: Source, workload: str | None, figures: MachineFigures | None, advance: Callable[[float], None]
+) -> Report:
+    """Simulate; raises :class:`SparkError` when the input cannot answer at all."""
+    report = Report([], [], [*source.notes])
+    if source.kind == "trace":
+        _trace_rows(plan, source, workload, report, advance)
+    else:
+        count_rows(plan, source, workload, report)
+    _predict(report, source, figures)
+    return report
+
+
+def _trace_rows(
+    plan: Plan, source: Source, workload: str | None, report: Report, advance: Callable[[float], None]
+) -> None:
+    if workload is not None and workload not in source.workloads:
+        raise SparkError(f"no session of {workload}", f"found {', '.join(sorted(set(source.workloads)))}")
+    trace, kept = source.trace(plan.phase)
+    given = None if plan.given is None else given_profile(plan.given, source, kept)
+    report.notes += [note for note in source.notes if note not in report.notes]
+    try:
+        study = Study(
+            trace,
+            source.workloads,
+            source.held_out,
+            phase=plan.phase,
+            batch=plan.batch,
+            prompt_batch=plan.ubatch,
+            given=given,
+            judged=workload,
+        )
+    except TraceTooSmallError as error:
+        raise SparkError(str(error), "record more sessions with --trace") from error
+    report.n_sessions, report.n_calibration = len(study.judging), len(study.calibrating)
+    if not study.held_out.any():
+        report.notes.append("no session is on the held-out side: all of them judge, and none may calibrate")
+    for residency in plan.residencies:
+        slots = equal_slots(study.trace, residency)
+        for cache, profile in _combinations(plan, report):
+            try:
+                row = _row(study.judge(cache, slots, profile, plan.positions), cache, profile, residency, slots)
+            except TraceTooSmallError as error:
+                _note(report, f"{profile} profiles are left out: {error}")
+                continue
+            report.rows.append(_finished(row, study, slots, plan, cache))
+            advance(1)
+        if plan.tune:
+            _tune(plan, study, residency, slots, report)
+
+
+def _combinations(plan: Plan, report: Report) -> Iterator[tuple[Cache, ProfileName]]:
+    for policy in plan.policies:
+        if policy in _SINGLE_TOKEN and plan.in_batches:
+            _note(report, f"{policy} is left out: it takes one token at a time")
+            continue
+        for sharing in plan.sharings if policy in CACHES else plan.sharings[:1]:
+            if policy == "lru_unprotected" and sharing == "pool":
+                if "layer" not in plan.sharings:
+                    _note(report, f"{policy} is left out: it exists with slots of each layer's own only")
+                continue
+            # What a cache with the future in view, or one without a profile, starts with changes nothing to speak of.
+            profiles: Sequence[ProfileName] = plan.profiles
+            if policy == "uniform":
+                profiles = ("none",)
+            elif policy == "static":
+                profiles = [name for name in plan.profiles if name != "none"]
+            elif policy == "oracle":
+                profiles = ("own",)
+            for profile in profiles:
+                yield Cache(policy, sharing), profile
+
+
+def _row(judged: Judgement, cache: Cache, profile: ProfileName, residency: float, slots: Sequence[int]) -> Row:
+    rate = judged.cold_hit_rate
+    return Row(
+        policy=cache.policy,
+        sharing=cache.sharing if cache.policy in CACHES else None,
+        profile="held-out" if cache.policy == "oracle" else profile,
+        residency=residency,
+        slots=sum(slots),
+        cold_hit_rate=rate.mean,
+        low=rate.low,
+        high=rate.high,
+        cold_hits_per_token=judged.cold_hits_per_token,
+        loads_per_token=judged.loads_per_token,
+        predicted_tok_s=None,
+        phase="decode",
+        n_sessions=judged.n_sessions,
+        parts=judged.parts,
+    )
+
+
+def _finished(row: Row, study: Study, slots: Sequence[int], plan: Plan, cache: Cache) -> Row:
+    sizes = study.trace.expert_bytes
+    scored = cache.policy == "scored"
+    return replace(
+        row,
+        phase=plan.phase,
+        slot_bytes=None if sizes is None else sum(count * size for count, size in zip(slots, sizes, strict=True)),
+        decay=cache.decay if scored else None,
+        prior_tokens=cache.prior_tokens if scored and row.profile != "none" else None,
+    )
+
+
+def _tune(plan: Plan, study: Study, residency: float, slots: Sequence[int], report: Report) -> None:
+    for sharing in plan.sharings:
+        for profile in plan.profiles:
+            cache = Cache("scored", sharing)
+            try:
+                found = study.tune(cache, slots, profile)
+                cache = replace(cache, decay=found.decay, prior_tokens=found.prior_tokens)
+                row = _row(study.judge(cache, slots, profile, plan.positions), cache, profile, residency, slots)
+            except TraceTooSmallError as error:
+                _note(report, f"{profile} profiles are not tuned: {error}")
+                continue
+            report.tuned.append(
+                TunedRow(
+                    sharing,
+                    profile,
+                    residency,
+                    found.decay,
+                    found.prior_tokens,
+                    found.cold_hit_rate,
+                    found.default_cold_hit_rate,
+                    found.tried,
+                )
+            )
+            report.rows.append(_finished(replace(row, policy="scored_tuned"), study, slots, plan, cache))
+
+
+def _predict(report: Report, source: Source, figures: MachineFigures | None) -> None:
+    if figures is None:
+        return
+    machine, measured = figures.machine, figures.expert_bytes
+    own = source.mean_expert_bytes
+    if machine.link_bytes_per_s is not None and own is None:
+        raise SparkError(
+            "a link's rate tells nothing where the bytes of an expert are not known", "use a recorded trace"
+        )
+    if machine.link_bytes_per_s is None and own and measured and not 0.9 < own / measured < 1.1:
+        report.notes.append(
+            f"a miss was measured with experts of {measured:.0f} bytes, these have {own:.0f}: pass --link and --miss-us"
+        )
+    if figures.fingerprint is not None and figures.fingerprint != source.fingerprint:
+        report.notes.append("a token's time was measured with another model: pass --token-ms for this one's")
+    report.rows = [
+        row
+        if row.loads_per_token is None or row.phase == "prefill"
+        else replace(row, predicted_tok_s=round(machine.decode_tok_s(row.loads_per_token, own or 0.0), 2))
+        for row in report.rows
+    ]
+
+
+def _note(report: Report, text: str) -> None:
+    if text not in report.notes:
+        report.notes.append(text)

@@ -1,0 +1,246 @@
+"""The published tables of policies, and ours: which experts to keep, one pool or not, what a profile is worth.
+
+Usage: policy_tables.py --routing FOLDER --model GGUF --texts FOLDER [--chunks N] [--out FILE]. FOLDER of routing holds
+gptoss20b and esft_deepseek_v2_lite; texts are DOMAIN/PROJECT.txt. Every number is of held-out sessions; each row has
+the published one beside it, where there is one.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from published_routing import Sessions, published, recorded
+from report import parser_of, report
+
+from spark_runtime.placement import frequencies
+from spark_runtime.simulator.policies import Cache, PolicyName
+from spark_runtime.simulator.study import ProfileName, Study, equal_slots
+
+KEEPING: dict[PolicyName, dict[str, float]] = {
+    "uniform": {
+        "gpt-oss-20b 0.3": 0.702,
+        "gpt-oss-20b 0.45": 0.560,
+        "gpt-oss-20b 0.6": 0.405,
+        "gpt-oss-20b 0.8": 0.180,
+        "DeepSeek-V2-Lite 0.3": 0.691,
+        "DeepSeek-V2-Lite 0.6": 0.406,
+        "tiny-q4_0 0.3": 0.691,
+        "tiny-q4_0 0.6": 0.403,
+    },
+    "static": {
+        "gpt-oss-20b 0.3": 0.428,
+        "gpt-oss-20b 0.45": 0.274,
+        "gpt-oss-20b 0.6": 0.131,
+        "gpt-oss-20b 0.8": 0.029,
+        "DeepSeek-V2-Lite 0.3": 0.531,
+        "DeepSeek-V2-Lite 0.6": 0.243,
+        "tiny-q4_0 0.3": 0.431,
+        "tiny-q4_0 0.6": 0.182,
+    },
+    "oracle": {
+        "gpt-oss-20b 0.3": 0.415,
+        "gpt-oss-20b 0.45": 0.262,
+        "gpt-oss-20b 0.6": 0.125,
+        "gpt-oss-20b 0.8": 0.026,
+        "DeepSeek-V2-Lite 0.3": 0.499,
+        "DeepSeek-V2-Lite 0.6": 0.222,
+        "tiny-q4_0 0.3": 0.394,
+        "tiny-q4_0 0.6": 0.147,
+    },
+    "lru_pinned": {
+        "gpt-oss-20b 0.3": 0.271,
+        "gpt-oss-20b 0.45": 0.153,
+        "gpt-oss-20b 0.6": 0.068,
+        "gpt-oss-20b 0.8": 0.014,
+        "DeepSeek-V2-Lite 0.3": 0.421,
+        "DeepSeek-V2-Lite 0.6": 0.181,
+        "tiny-q4_0 0.3": 0.349,
+        "tiny-q4_0 0.6": 0.120,
+    },
+    "lru": {
+        "gpt-oss-20b 0.3": 0.261,
+        "gpt-oss-20b 0.45": 0.142,
+        "gpt-oss-20b 0.6": 0.059,
+        "gpt-oss-20b 0.8": 0.011,
+        "DeepSeek-V2-Lite 0.3": 0.409,
+        "DeepSeek-V2-Lite 0.6": 0.158,
+        "tiny-q4_0 0.3": 0.340,
+        "tiny-q4_0 0.6": 0.096,
+    },
+    "scored": {
+        "gpt-oss-20b 0.3": 0.221,
+        "gpt-oss-20b 0.45": 0.121,
+        "gpt-oss-20b 0.6": 0.052,
+        "DeepSeek-V2-Lite 0.3": 0.418,
+        "DeepSeek-V2-Lite 0.6": 0.173,
+        "tiny-q4_0 0.3": 0.278,
+        "tiny-q4_0 0.6": 0.083,
+    },
+    "belady": {
+        "gpt-oss-20b 0.3": 0.152,
+        "gpt-oss-20b 0.45": 0.074,
+        "gpt-oss-20b 0.6": 0.029,
+        "DeepSeek-V2-Lite 0.3": 0.270,
+        "DeepSeek-V2-Lite 0.6": 0.086,
+        "tiny-q4_0 0.3": 0.174,
+        "tiny-q4_0 0.6": 0.039,
+    },
+}
+POOL = {
+    "gpt-oss-20b layer 0.3": 0.217,
+    "gpt-oss-20b layer 0.6": 0.050,
+    "gpt-oss-20b pool 0.3": 0.207,
+    "gpt-oss-20b pool 0.6": 0.040,
+    "tiny-q4_0 layer 0.3": 0.280,
+    "tiny-q4_0 layer 0.6": 0.084,
+    "tiny-q4_0 pool 0.3": 0.277,
+    "tiny-q4_0 pool 0.6": 0.077,
+}
+PROFILES: dict[str, tuple[float, ...]] = {
+    "gpt-oss-20b none": (0.090, 0.047, 0.041, 0.055),
+    "gpt-oss-20b mixed": (0.073, 0.047, 0.041, 0.051),
+    "gpt-oss-20b own": (0.073, 0.046, 0.040, 0.051),
+    "gpt-oss-20b foreign": (0.073, 0.047, 0.041, 0.051),
+    "DeepSeek-V2-Lite none": (0.171, 0.176, 0.171, 0.167),
+    "DeepSeek-V2-Lite mixed": (0.149, 0.172, 0.170, 0.156),
+    "DeepSeek-V2-Lite own": (0.150, 0.171, 0.169, 0.156),
+    "DeepSeek-V2-Lite foreign": (0.154, 0.173, 0.171, 0.160),
+    "tiny-q4_0 none": (0.123, 0.085, 0.084, 0.087),
+    "tiny-q4_0 mixed": (0.103, 0.083, 0.083, 0.085),
+    "tiny-q4_0 own": (0.100, 0.083, 0.083, 0.084),
+    "tiny-q4_0 foreign": (0.112, 0.086, 0.085, 0.087),
+}
+NEARLY_ALL: dict[str, tuple[float, float]] = {
+    "gpt-oss-20b none": (0.028, 0.011),
+    "gpt-oss-20b mixed": (0.013, 0.008),
+    "gpt-oss-20b own": (0.012, 0.008),
+    "tiny-q4_0 none": (0.047, 0.019),
+    "tiny-q4_0 mixed": (0.030, 0.018),
+    "tiny-q4_0 own": (0.028, 0.017),
+    "DeepSeek-V2-Lite none": (0.058, 0.049),
+    "DeepSeek-V2-Lite mixed": (0.038, 0.040),
+    "DeepSeek-V2-Lite own": (0.035, 0.037),
+}
+BUDGETS = ((0.6, "uniform", 0.36), (0.6, "own", 0.066), (0.7, "own", None), (0.8, "own", None), (0.6, "foreign", 0.16))
+"""Published for Laguna-XS.2 (256 experts, top-8); the last is a pure code prompt on a profile of conversations."""
+RING = ((0, 39.7), (16, 5.6), (32, 0.8), (48, 0.4))
+"""Published: ring slots a layer beside 60% pinned, and cold hits a token of 320 selections, in one long generation."""
+
+
+def keeping(study: Study, name: str) -> Iterator[dict[str, Any]]:
+    residencies = (0.3, 0.45, 0.6, 0.8) if name.startswith("gpt") else (0.3, 0.6)
+    for residency in residencies:
+        slots = equal_slots(study.trace, residency)
+        for policy, published_rates in KEEPING.items():
+            found = study.judge(Cache(policy), slots, "mixed")
+            rate, number = found.cold_hit_rate, published_rates.get(f"{name} {residency}")
+            interval = {"low": rate.low, "high": rate.high}
+            yield row("keeping", name, rate.mean, number, policy=policy, residency=residency, **interval)
+
+
+def sharing(study: Study, name: str) -> Iterator[dict[str, Any]]:
+    for residency in (0.3, 0.6):
+        slots = equal_slots(study.trace, residency)
+        for shared in ("layer", "pool"):
+            rate = study.judge(Cache("scored", shared), slots, "mixed").cold_hit_rate.mean
+            yield row(
+                "one pool", name, rate, POOL.get(f"{name} {shared} {residency}"), sharing=shared, residency=residency
+            )
+
+
+def positions(study: Study, name: str, residency: float) -> Iterator[dict[str, Any]]:
+    slots = equal_slots(study.trace, residency)
+    profiles: tuple[ProfileName, ...] = ("none", "mixed", "own", "foreign")
+    for profile in profiles:
+        found = study.judge(Cache("scored"), slots, profile, (64, 256))
+        rates = [part.cold_hit_rate for part in found.parts] + [found.cold_hit_rate.mean]
+        key = f"{name} {profile}"
+        if residency == 0.6:
+            given: Sequence[float | None] = PROFILES.get(key, (None,) * 4)
+        else:
+            first, whole = NEARLY_ALL.get(key, (None, None))
+            given = (first, None, None, whole)
+        for part, rate, number in zip(("0-64", "64-256", "256-", "whole"), rates, given, strict=True):
+            yield row("profile by position", name, rate, number, profile=profile, part=part, residency=residency)
+
+
+def background(study: Study, name: str, whole: Sessions) -> Iterator[dict[str, Any]]:
+    """What lucebox published of Laguna-XS.2, on a model that can be run here."""
+    for residency, profile, number in BUDGETS:
+        slots = equal_slots(study.trace, residency)
+        policy: PolicyName = "uniform" if profile == "uniform" else "static"
+        kind: ProfileName = "foreign" if profile == "foreign" else "own"
+        rate = study.judge(Cache(policy), slots, kind).cold_hit_rate.mean
+        yield row("budget sweep", name, rate, number, profile=profile, residency=residency)
+    hot = equal_slots(study.trace, 0.6)
+    for ring, number in RING:
+        slots = [min(count + ring, n) for count, n in zip(hot, study.trace.n_experts, strict=True)]
+        cache = Cache("lru_pinned", pinned_share=hot[0] / slots[0]) if ring else Cache("static")
+        found = study.judge(cache, slots, "foreign", (256,))
+        selections = study.trace.selections_per_token
+        last = found.parts[-1].cold_hit_rate
+        yield row("ring sweep, another workload's profile", name, last, number / 320, ring=ring,
+                  cold_hits_per_token=None if last is None else round(last * selections, 2),
+                  published_cold_hits_per_token=number)  # fmt: skip
+    if whole.trace.decode is not None:
+        yield from phases(study, name, whole)
+
+
+def phases(study: Study, name: str, whole: Sessions) -> Iterator[dict[str, Any]]:
+    """Calibrated on prompts or on what was generated, judged on what was generated: published as no difference."""
+    calibrating = [index for index, held_out in enumerate(whole.held_out) if not held_out]
+    slots = equal_slots(study.trace, 0.6)
+    for phase in ("prefill", "decode"):
+        counts = [whole.trace.counts(session, decode=phase == "decode") for session in calibrating]
+        tokens = [int(session[0].sum()) for session in counts]
+        judged = Study(whole.trace, whole.workloads, whole.held_out, given=frequencies(counts, tokens))
+        rate = judged.judge(Cache("static"), slots, "given").cold_hit_rate.mean
+        yield row("calibrated on", name, rate, None, phase=phase, residency=0.6)
+
+
+def row(table: str, model: str, rate: float | None, number: float | None, **about: Any) -> dict[str, Any]:
+    about = {key: round(value, 4) if isinstance(value, float) else value for key, value in about.items()}
+    found = None if rate is None else round(rate, 4)
+    return {
+        "table": table,
+        "model": model,
+        **about,
+        "cold_hit_rate": found,
+        "published": None if number is None else round(number, 4),
+    }
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--routing", type=Path, required=True)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--texts", type=Path, required=True)
+    parser.add_argument("--chunks", type=int, default=8, help="of 960 tokens, from each text")
+    options = parser.parse_args()
+    started = time.monotonic()
+    rows: list[dict[str, Any]] = []
+    sources = [
+        published(options.routing / "gptoss20b", "gpt-oss-20b", 32),
+        published(options.routing / "esft_deepseek_v2_lite", "DeepSeek-V2-Lite", 64),
+        recorded(options.model, options.texts, options.chunks),
+    ]
+    sessions = {}
+    for source in sources:
+        study = Study(source.trace, source.workloads, source.held_out)
+        sessions[source.name] = {"calibration": len(study.calibrating), "held_out": len(study.judging)}
+        for made in (keeping(study, source.name), sharing(study, source.name), positions(study, source.name, 0.6),
+                     positions(study, source.name, 0.85)):  # fmt: skip
+            rows += made
+        if source is sources[-1]:
+            rows += background(study, source.name, source)
+        sys.stderr.write(f"{source.name}: {time.monotonic() - started:.0f} s\n")
+    report({"sessions": sessions, "seconds": round(time.monotonic() - started, 1), "rows": rows}, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Caches of experts replayed over local traces or judged from counts: no model, no device. Pure: numpy alone."""

@@ -1,0 +1,261 @@
+"""The runtime's slot policy over many lanes at once: the same decisions as ``native/slots.cpp``, to the last bit.
+
+A score is a 32-bit number, decayed through the same two tables. Within a call no score changes, so scores are compared
+through one key an expert: whether this step selected it, its score's bits (which order positive floats as they are),
+and its stamp. The lowest key leaves; ties go to the lower entry, as ``argmin`` gives them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spark_runtime.simulator.lanes import Lanes, Run
+
+__all__ = ["PoolStarts", "Replayed", "replay_pools"]
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+_KeyArray = NDArray[np.uint64]
+
+MAX_SLOT_TOKENS = 8
+"""Larger calls go around the slots (``native/tier.h``)."""
+_DECAY_STEP = 256
+_NEVER = np.uint64(2**64 - 1)
+_TOUCHED = np.uint64(2**63)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStarts:
+    """How the pool of every lane starts; a pool's layers have the same number of experts and the same top-k."""
+
+    order: IntArray
+    """``[lane, layer, expert]``: all ids, hottest first; the first ``slots`` are resident."""
+    prior: FloatArray
+    """``[lane, layer, expert]``: finite, from 0 on, in selections."""
+    slots: IntArray
+    """``[lane, layer]``"""
+    pinned: IntArray
+    """``[lane, layer]``: so many of the first of ``order`` never leave."""
+
+    def take(self, lanes: IntArray) -> PoolStarts:
+        """The starts of some lanes."""
+        return PoolStarts(self.order[lanes], self.prior[lanes], self.slots[lanes], self.pinned[lanes])
+
+    def check(self, top_k: int) -> None:
+        """Raise ``ValueError`` for a pool that the runtime would refuse too, but for its floor of ``2 * top_k``."""
+        n_experts = self.order.shape[2]
+        if not 1 <= top_k <= n_experts:
+            raise ValueError(f"top_k {top_k}, expected 1 to {n_experts}")
+        if (self.slots < top_k).any() or (self.slots > n_experts).any():
+            bad = self.slots[(self.slots < top_k) | (self.slots > n_experts)][0]
+            raise ValueError(f"{bad} slots, expected at least top_k = {top_k} and at most {n_experts}")
+        if (self.pinned < 0).any() or (self.pinned > self.slots).any():
+            raise ValueError("pinned experts, expected 0 to the slots")
+        if not (np.isfinite(self.prior) & (self.prior >= 0)).all():
+            raise ValueError("priors, expected finite numbers from 0 on")
+        if (np.sort(self.order, axis=2) != np.arange(n_experts)).any():
+            raise ValueError("an order, expected every expert once")
+        movable = self.slots < n_experts
+        if (movable & (_capacity(self, top_k) < top_k)).any():
+            raise ValueError(f"pinned experts leave fewer than top_k = {top_k} slots for the rest")
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """Per token, lane after lane."""
+
+    cold: NDArray[np.uint32]
+    """``[token, layer]``: selections that found no slot."""
+    loads: NDArray[np.uint32]
+    """``[token, layer]``: experts copied for the call that starts with this token."""
+
+
+def replay_pools(lanes: Lanes, starts: PoolStarts, decay: float) -> Replayed:
+    """Replay every lane through its pool.
+
+    Layers of one pool share its slots down to their floor of ``2 * top_k``; give each layer a lane of its own for slots
+    that are not shared. Raises ``ValueError`` for starts and a decay that make no sense.
+    """
+    if not 0 <= decay <= 1:
+        raise ValueError(f"decay {decay}, expected 0 to 1")
+    n_layers, top_k = lanes.ids.shape[1:]
+    starts.check(top_k)
+    lengths = lanes.lengths
+    total = int(lengths.sum())
+    result = Replayed(np.zeros((total, n_layers), np.uint32), np.zeros((total, n_layers), np.uint32))
+    weights = _weights(decay, int(lengths.max(initial=0)) + 2)
+    for chunk in lanes.chunks(n_layers * starts.order.shape[2]):
+        pools = _Pools(starts.take(chunk), top_k, weights)
+        for run in lanes.runs(chunk):
+            pools.call(run, result)
+    return result
+
+
+def _weights(decay: float, n: int) -> NDArray[np.float32]:
+    """What a selection is worth after each age, tokens, as the runtime's two tables give it."""
+    exact = float(np.float32(decay))
+    low = np.array([exact**age for age in range(_DECAY_STEP)], dtype=np.float32)
+    high = np.array([exact ** (age * _DECAY_STEP) for age in range(_DECAY_STEP)], dtype=np.float32)
+    ages = np.arange(n)
+    return low[ages % _DECAY_STEP] * high[np.minimum(ages // _DECAY_STEP, _DECAY_STEP - 1)]
+
+
+def _capacity(starts: PoolStarts, top_k: int) -> IntArray:
+    """``[lane, layer]``: different experts of one call that find slots, whatever the other layers hold."""
+    kept = np.maximum(_floor(starts, top_k), starts.pinned)
+    others = kept.sum(axis=1, keepdims=True) - kept
+    free: IntArray = np.maximum(starts.slots.sum(axis=1, keepdims=True) - others - starts.pinned, 0)
+    return free
+
+
+def _floor(starts: PoolStarts, top_k: int) -> IntArray:
+    return np.minimum(starts.slots, min(2 * top_k, starts.order.shape[2]))
+
+
+class _Pools:
+    """The tables of a chunk's lanes; an entry is a layer's expert."""
+
+    def __init__(self, starts: PoolStarts, top_k: int, weights: NDArray[np.float32]) -> None:
+        n_lanes, self.n_layers, self.n_experts = starts.order.shape
+        self.top_k = top_k
+        self.weights = weights
+        n_entries = self.n_layers * self.n_experts
+        rank = np.argsort(starts.order, axis=2, kind="stable")
+        shape = (n_lanes, n_entries)
+        self.resident = (rank < starts.slots[:, :, None]).reshape(shape)
+        pinned = rank < starts.pinned[:, :, None]
+        self.pinned = pinned.reshape(shape) if pinned.any() else None
+        self.prior = starts.prior.astype(np.float32).reshape(shape)
+        self.score = np.zeros(shape, dtype=np.float32)
+        self.last = np.full(shape, -1, dtype=np.int32)
+        self.stamp = np.zeros(shape, dtype=np.uint64)
+        self.tokens = np.zeros(n_lanes, dtype=np.int32)
+        self.n_resident = starts.slots.copy()
+        self.floor = _floor(starts, top_k)
+        self.most = self.n_experts - starts.pinned
+        self.capacity = _capacity(starts, top_k)
+        self.first = np.arange(self.n_layers) * self.n_experts
+        self.rank = np.tile(np.arange(top_k, dtype=np.uint64), self.n_layers)
+
+    def call(self, run: Run, result: Replayed) -> None:
+        """One decode call of every lane of a run: every layer's experts into slots, then all of it counted."""
+        lanes, ids = run.lanes, run.ids
+        n_lanes, n_tokens = ids.shape[:2]
+        keys = _Keys(self, lanes)
+        cold = np.zeros((n_lanes, n_tokens, self.n_layers), dtype=np.uint32)
+        loads = np.zeros((n_lanes, self.n_layers), dtype=np.uint32)
+        used = n_tokens * self.top_k
+        for layer in range(self.n_layers):
+            entries = ids[:, :, layer].reshape(n_lanes, used) + self.first[layer]
+            missing = ~np.take_along_axis(self.resident[lanes], entries, axis=1)
+            cold[:, :, layer] = missing.reshape(n_lanes, n_tokens, self.top_k).sum(axis=2)
+            if n_tokens > 1:
+                fits = np.minimum(used, self.most[lanes, layer]) <= self.capacity[lanes, layer]
+                through = fits & (n_tokens <= MAX_SLOT_TOKENS)
+                _keep_first(missing, entries)
+                loads[:, layer] = missing.sum(axis=1)
+                missing &= through[:, None]
+                keys.ensure(layer, entries, missing, through)
+            else:
+                loads[:, layer] = cold[:, 0, layer]
+                keys.ensure(layer, entries, missing, None)
+        result.cold[run.rows] = cold
+        result.loads[run.rows[:, 0]] = loads
+        for token in range(n_tokens):
+            self._observe(lanes, (ids[:, token] + self.first[:, None]).reshape(n_lanes, -1))
+
+    def _observe(self, lanes: slice, entries: IntArray) -> None:
+        """Let one token's selections move the scores; the router's first choice is the most recent of its token."""
+        now = self.tokens[lanes, None]
+        score, last, stamp = self.score[lanes], self.last[lanes], self.stamp[lanes]
+        age = now - np.take_along_axis(last, entries, axis=1)
+        decayed = np.take_along_axis(score, entries, axis=1) * self.weights[age]
+        np.put_along_axis(score, entries, decayed + np.float32(1), axis=1)
+        np.put_along_axis(last, entries, now, axis=1)
+        after = (now.astype(np.uint64) + np.uint64(1)) * np.uint64(self.top_k)
+        np.put_along_axis(stamp, entries, after - self.rank, axis=1)
+        self.tokens[lanes] += 1
+
+
+class _Keys:
+    """What decides who leaves, during one call of some lanes."""
+
+    def __init__(self, pools: _Pools, lanes: slice) -> None:
+        self.pools, self.lanes = pools, lanes
+        age = pools.tokens[lanes, None] - pools.last[lanes]
+        value = pools.prior[lanes] + pools.score[lanes] * pools.weights[age]
+        self.raw: _KeyArray = value.view(np.uint32).astype(np.uint64) << np.uint64(32)
+        self.raw |= pools.stamp[lanes]
+        if pools.pinned is not None:
+            self.raw[pools.pinned[lanes]] = _NEVER
+        self.resident = pools.resident[lanes]
+        self.n_resident = pools.n_resident[lanes]
+        self.key: _KeyArray = np.where(self.resident, self.raw, _NEVER)
+        self.by_layer = self.key.reshape(len(self.key), pools.n_layers, pools.n_experts)
+        self.shared = pools.n_layers > 1
+        if self.shared:
+            self.lowest = self.by_layer.min(axis=2)
+
+    def ensure(
+        self, layer: int, entries: IntArray, missing: NDArray[np.bool_], through: NDArray[np.bool_] | None
+    ) -> None:
+        """Make ``entries[lane, selection]`` resident, in the lanes that go ``through`` the slots (``None``: all)."""
+        # What this call selects stays.
+        np.put_along_axis(self.key, entries, _NEVER, axis=1)
+        lanes, places = np.nonzero(missing)
+        if len(lanes):
+            wanted = entries[lanes, places]
+            counts = np.bincount(lanes)
+            turn = np.arange(len(lanes)) - np.repeat(np.cumsum(counts) - counts, counts)
+            for number in range(int(turn.max()) + 1):
+                at = turn == number
+                self._replace(layer, lanes[at], wanted[at])
+        if self.shared or through is not None:
+            kept = np.take_along_axis(self.raw, entries, axis=1)
+            # Other layers may still take it, when nothing else is left.
+            touched = np.where(kept == _NEVER, _NEVER, kept | _TOUCHED)
+            if through is not None and not through.all():
+                touched = np.where(through[:, None], touched, kept)
+                touched[~np.take_along_axis(self.resident, entries, axis=1)] = _NEVER
+            np.put_along_axis(self.key, entries, touched, axis=1)
+            if self.shared:
+                self.lowest[:, layer] = self.by_layer[:, layer].min(axis=1)
+
+    def _replace(self, layer: int, lanes: IntArray, wanted: IntArray) -> None:
+        """One expert leaves in each of these lanes, and ``wanted`` takes its slot."""
+        n_experts = self.pools.n_experts
+        own = self.by_layer[lanes, layer]
+        if not self.shared:
+            leaving = own.argmin(axis=1)
+            self.key[lanes, leaving] = _NEVER
+            self.resident[lanes, leaving] = False
+            self.resident[lanes, wanted] = True
+            return
+        lowest = self.lowest[lanes]
+        lowest[:, layer] = _NEVER
+        lowest[self.n_resident[lanes] <= self.pools.floor[self.lanes][lanes]] = _NEVER
+        lowest[:, layer] = own.min(axis=1)
+        owner = lowest.argmin(axis=1)
+        theirs = self.by_layer[lanes, owner]
+        leaving = theirs.argmin(axis=1)
+        places = np.arange(len(lanes))
+        theirs[places, leaving] = _NEVER
+        leaving += owner * n_experts
+        self.key[lanes, leaving] = _NEVER
+        self.resident[lanes, leaving] = False
+        self.resident[lanes, wanted] = True
+        self.n_resident[lanes, owner] -= 1
+        self.n_resident[lanes, layer] += 1
+        self.lowest[lanes, owner] = theirs.min(axis=1)
+
+
+def _keep_first(missing: NDArray[np.bool_], entries: IntArray) -> None:
+    """Of several selections of one missing expert in a lane, only the first is copied for."""
+    lanes, places = np.nonzero(missing)
+    _, first = np.unique(lanes * (entries.max(initial=0) + 1) + entries[lanes, places], return_index=True)
+    again = np.ones(len(lanes), dtype=bool)
+    again[first] = False
+    missing[lanes[again], places[again]] = False

@@ -1,0 +1,645 @@
+"""What each format says, and what is refused: small files of our own making."""
+
+from __future__ import annotations
+
+import json
+import resource
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from torch_file import save
+
+from spark_agent.errors import SparkError
+from spark_agent.formats.reading import MOST_CELLS, FormatError
+
+COUNTS = [[4, 0, 2], [1, 5, 0]]
+
+
+def counts(profile: Any) -> list[list[int]]:
+    return [list(layer.counts) for layer in profile.histograms]
+
+
+def rankings(profile: Any) -> list[list[int]]:
+    return [list(layer.ranking) for layer in profile.histograms]
+
+
+def says(profile: Any, text: str) -> bool:
+    return any(text in warning for warning in profile.warnings)
+
+
+# ---- lucebox
+
+HEAD = "# hotness table: n_layer=2 n_expert=3 n_expert_used=2\n# format: rows\n"
+
+
+def test_lucebox_csv(write, read):
+    found = read("lucebox-csv", write("a.csv", HEAD + "4,0,2\n1,5,0\n"))
+    assert counts(found) == COUNTS
+    assert (found.histograms[0].top_k, found.tokens, found.phase) == (2, 3, None)
+    assert found.imported is True
+    bare = read("lucebox-csv", write("b.csv", "4,0,2\n1,5,0\n"))
+    assert (counts(bare), bare.histograms[0].top_k, bare.tokens) == (COUNTS, None, None)
+    assert says(bare, "no header")
+
+
+@pytest.mark.parametrize(
+    "row",
+    ["-1,2,3", "1,2", "1,2,3,4", "1,,3", "1, 2,3", "+1,2,3", "1e3,2,3", "nan,2,3", "inf,2,3", "1.0,2,3",
+     "9" * 25 + ",1,1",
+     f"{2**53 + 1},2,3", "٣,2,3", ""],
+)  # fmt: skip
+def test_lucebox_counts_that_are_none(write, read, row):
+    with pytest.raises(FormatError):
+        read("lucebox-csv", write("a.csv", HEAD + f"4,0,2\n{row}\n"))
+
+
+@pytest.mark.parametrize("content", ["", HEAD, HEAD + "1,2,3\n" * 3, "a\0b\n", HEAD + "0,0,0\n0,0,0\n"])
+def test_lucebox_tables_that_are_none(write, read, content):
+    with pytest.raises(FormatError):
+        read("lucebox-csv", write("a.csv", content))
+
+
+PLACEMENT = {
+    "arch": "laguna",
+    "version": 1,
+    "n_layer": 2,
+    "n_expert": 300,
+    "n_expert_used": 2,
+    "total_hot": 3,
+    "hot_counts": [2, 1],
+    "hot_expert_ids": [[299, 4], [0]],
+}
+
+
+def test_lucebox_placement(write, read):
+    found = read("lucebox-placement", write("a.json", PLACEMENT))
+    assert rankings(found) == [[299, 4], [0]]
+    assert (found.model, found.histograms[0].counts) == ("laguna", None)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hot_expert_ids": [[9999, 9998], [0]]},
+        {"hot_expert_ids": [[-1, 4], [0]]},
+        {"hot_expert_ids": [[4, 4], [0]]},
+        {"hot_expert_ids": [[4, 5.0], [0]]},
+        {"hot_expert_ids": [[True, 5], [0]]},
+        {"hot_expert_ids": [[4, 5]]},
+        {"hot_expert_ids": {"0": []}},
+        {"hot_counts": [1, 2]},
+        {"hot_counts": [2]},
+        {"total_hot": 4},
+        {"version": 2},
+        {"version": True},
+        {"version": None},
+        {"arch": 3},
+        {"n_layer": 10**9},
+        {"n_expert": 0},
+        {"n_expert_used": 301},
+    ],
+    ids=str,
+)
+def test_lucebox_placements_that_are_none(write, read, changes):
+    with pytest.raises(FormatError):
+        read("lucebox-placement", write("a.json", PLACEMENT | changes))
+
+
+# ---- imatrix
+
+
+@pytest.fixture
+def imatrix(tmp_path: Path) -> Callable[..., Path]:
+    def make(tensors: dict[str, np.ndarray], kind: str = "imatrix", **metadata: int) -> Path:
+        path = tmp_path / "imatrix.gguf"
+        writer = gguf.GGUFWriter(path, "imatrix")
+        writer.add_type(kind)
+        writer.add_array("imatrix.datasets", ["text"])
+        for key, value in metadata.items():
+            writer.add_uint32(f"imatrix.{key}", value)
+        for name, values in tensors.items():
+            writer.add_tensor(name, np.asarray(values, dtype=np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
+    return make
+
+
+def of_layer(block: int, row: list[float], kinds: tuple[str, ...] = ("up", "gate", "down")) -> dict[str, np.ndarray]:
+    return {f"blk.{block}.ffn_{kind}_exps.weight.counts": np.array([row]) for kind in kinds}
+
+
+def test_imatrix(imatrix, read):
+    tensors = of_layer(1, [4, 0, 2]) | of_layer(2, [1, 5, 0], ("gate_up", "down"))
+    tensors |= {
+        "blk.0.ffn_up.weight.counts": np.array([[3]]),
+        "blk.1.ffn_up_shexp.weight.counts": np.array([[3]]),
+        "blk.1.ffn_up_exps.weight.in_sum2": np.ones((3, 8)),
+    }
+    found = read("imatrix", imatrix(tensors, chunk_count=3, chunk_size=1), top_k=2)
+    assert counts(found) == COUNTS
+    assert [layer.block for layer in found.histograms] == [1, 2]
+    assert (found.phase, found.tokens) == ("prefill", 3)
+
+
+def test_imatrix_says_what_it_cannot_know(imatrix, read):
+    found = read("imatrix", imatrix(of_layer(0, [2**24, 4, 0]) | of_layer(1, [1, 5, 0]), chunk_count=7, chunk_size=512))
+    assert says(found, "rounded")
+    assert says(found, "not all saw the same tokens")
+    assert says(found, "no multiple of the header's")
+    different = of_layer(0, [4, 0, 2], ("up",)) | of_layer(0, [4, 1, 1], ("down",))
+    assert says(read("imatrix", imatrix(different)), "counts its tensors differently")
+
+
+@pytest.mark.parametrize("row", [[1, -1, 2], [1, 0.5, 2], [1, np.nan, 2], [1, np.inf, 2], [0, 0, 0]])
+def test_imatrix_counts_that_are_none(imatrix, read, row):
+    with pytest.raises(FormatError):
+        read("imatrix", imatrix(of_layer(0, row)))
+
+
+def test_imatrix_files_that_are_none(imatrix, read, write, tmp_path):
+    with pytest.raises(FormatError, match=r"general\.type"):
+        read("imatrix", imatrix(of_layer(0, [1, 2, 3]), kind="model"))
+    with pytest.raises(FormatError, match="no counts of experts"):
+        read("imatrix", imatrix({"blk.0.ffn_up.weight.counts": np.array([[3]])}))
+    with pytest.raises(FormatError, match="a float32 for each expert"):
+        read("imatrix", imatrix({"blk.0.ffn_up_exps.weight.counts": np.ones((2, 3))}))
+    with pytest.raises(FormatError, match="older format"):
+        read("imatrix", write("imatrix.dat", struct.pack("<i", 3) + b"blk"))
+    whole = imatrix(of_layer(0, [1, 2, 3])).read_bytes()
+    for length in (8, len(whole) // 2, len(whole) - 24):
+        with pytest.raises(FormatError):
+            read("imatrix", write("cut.gguf", whole[:length]))
+
+
+# ---- layer,expert
+
+
+def test_layer_expert_csv(write, read):
+    found = read("layer-expert-csv", write("a.csv", "layer,expert\n" + "0,0\n0,2\r\n3,1\n" * 2 + "3,0"))
+    assert [(layer.block, list(layer.counts)) for layer in found.histograms] == [(0, [2, 0, 2]), (3, [1, 2, 0])]
+    assert says(found, "order of tokens")
+    assert says(found, "not known")
+    padded = read("layer-expert-csv", write("a.csv", "0,1\n"), n_experts=4, top_k=1)
+    assert (counts(padded), padded.tokens) == ([[0, 1, 0, 0]], 1)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("0,1\n-1,2\n", "line 2 is"),
+        ("0,1\n1,-2\n", "line 2 is"),
+        ("0,1\n1\n", "line 2 is"),
+        ("0,1\n1,2,3\n4\n", "line 2 is"),
+        ("0,1\n1,\n", "line 2 is"),
+        ("0,1\n\n1,2\n", "line 2 is"),
+        ("0,1\n1;2\n", "line 2 is"),
+        ("0,1\n1, 2\n", "line 2 is"),
+        ("0,1\n1,nan\n", "line 2 is"),
+        ("0,1\n1,12345678\n", "line 2 is"),
+        ("0,1\n0,99999\n", "no model has so many"),
+        ("99999,1\n", "no model has so many"),
+        ("4000,60000\n", "no model has so many"),
+        ("expert,layer\n1,2\n", "line 1 is"),
+        ("layer,expert\n", "no row"),
+        ("", "no row"),
+        ("1,2\n" + "3" * (9 * 2**20), "longer than"),
+    ],
+    ids=lambda text: text[:12],
+)
+def test_layer_expert_rows_that_are_none(write, read, content, reason):
+    with pytest.raises(FormatError, match=reason):
+        read("layer-expert-csv", write("a.csv", content))
+    with pytest.raises(FormatError, match="at most 1"):
+        read("layer-expert-csv", write("a.csv", "0,5\n"), n_experts=2)
+
+
+def test_a_long_csv_takes_no_more_memory(write, read, tmp_path):
+    """96 MiB here; what is held is a block of it."""
+    path = tmp_path / "long.csv"
+    with path.open("wb") as file:
+        for _ in range(48):
+            file.write(b"12,345\n3,45\n" * (2**21 // 12))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = read("layer-expert-csv", path)
+    grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert sum(counts(found)[1]) == 48 * (2**21 // 12)
+    # A peak of the whole process, which other tests may have raised: it then grows less.
+    assert grown_kib < 96 * 1024
+
+
+# ---- sglang
+
+
+def test_sglang_stat(tmp_path, read):
+    table = np.array([COUNTS, [[0, 0, 0], [0, 0, 0]], COUNTS], dtype="<i4")
+    found = read("sglang", save(tmp_path / "a.pt", {"rank": 0, "logical_count": table, "average": None}), top_k=2)
+    assert counts(found) == (2 * np.array(COUNTS)).tolist()
+    assert says(found, "1 of 3 steps are empty")
+    assert found.tokens == 6
+    flat = save(tmp_path / "b.pt", {"activation_freq": np.array(COUNTS, dtype="<f4")})
+    assert counts(read("sglang", flat)) == COUNTS
+
+
+def test_sglang_passes_add_replicas_up(tmp_path, read):
+    physical = np.array([[0, 1, 2, 0], [2, 1, 0, 1]], dtype="<i8")
+    record = {"forward_pass_id": 1, "global_physical_count": np.array([[1, 2, 3, 4], [5, 6, 7, 8]], dtype="<i4")}
+    value = {"records": [record, record], "last_physical_to_logical_map": physical}
+    assert counts(read("sglang", save(tmp_path / "a.pt", value))) == [[10, 4, 6], [14, 28, 10]]
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ({"records": [{"topk_ids_of_layer": np.zeros((1, 1), "<i8"), "input_ids": [1]}]}, "the text itself"),
+        ({"records": [{"rank": 0}]}, "records without counts"),
+        ({"records": []}, "no records"),
+        ({"records": [{"global_physical_count": np.ones((1, 2), "<i4")}]}, "no last_physical_to_logical_map"),
+        ({"rank": 0}, "neither logical_count nor records"),
+        ([1], "no dict"),
+        ({"logical_count": np.ones(3, "<i4")}, "expected 2 or 3 axes"),
+        ({"logical_count": np.zeros((1, 0), "<i4")}, "expected 2 or 3 axes"),
+        ({"logical_count": np.full((1, 2), -1, "<i4")}, "no count below 0"),
+        ({"logical_count": np.full((1, 2), np.nan, "<f4")}, "nan"),
+        ({"logical_count": np.full((1, 2), 0.5, "<f4")}, "whole counts"),
+        ({"logical_count": np.zeros((1, 2), "<i4")}, "every count is 0"),
+        ({"logical_count": np.full((4, 1, 2), 2**62, "<i8")}, "no count above"),
+        ({"logical_count": "text"}, "expected 2 or 3 axes"),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_sglang_recordings_that_are_none(tmp_path, read, value, reason):
+    with pytest.raises(FormatError, match=reason):
+        read("sglang", save(tmp_path / "a.pt", value))
+
+
+def test_sglang_maps_that_are_none(tmp_path, read):
+    record = {"global_physical_count": np.ones((1, 2), "<i4")}
+    for logical in ([[0, -1]], [[0]], [[0, 2**40]]):
+        value = {"records": [record], "last_physical_to_logical_map": np.array(logical, dtype="<i8")}
+        with pytest.raises(FormatError):
+            read("sglang", save(tmp_path / "a.pt", value))
+
+
+def test_sglang_location(write, read):
+    assert counts(read("sglang-location", write("a.json", {"logical_count": COUNTS}))) == COUNTS
+    for value in ({"physical_to_logical_map": [[0]]}, {"logical_count": [1]}, {"logical_count": [[-1, 2]]}, [], 3):
+        with pytest.raises(FormatError):
+            read("sglang-location", write("a.json", value))
+
+
+# ---- vllm
+
+
+def line(**changes: Any) -> str:
+    record = {
+        "record_type": "eplb_load_stats",
+        "version": 1,
+        "step": 1,
+        "expert_load": [[1, 2, 3, 0], [5, 6, 7, 8]],
+        "p2l_map": [[0, 1, 0, -1], [2, 1, 0, 1]],
+    }
+    return json.dumps(record | changes) + "\n"
+
+
+def test_vllm_load_stats(write, read):
+    head = json.dumps({"record_type": "eplb_load_meta", "model": "m", "version": 1}) + "\n\n"
+    wide = {"p2l_map": [[0, 1, 2, -1], [2, 1, 0, 1]]}
+    found = read("vllm-eplb", write("a.jsonl", head + line(**wide) + line(**wide)))
+    assert counts(found) == [[2, 4, 6], [14, 28, 10]]
+    assert found.model == "m"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{}\n",
+        "[]\n",
+        "{\n",
+        line(version=2),
+        line(version=True),
+        line(expert_load=[[1, 2, 3, 4], [5, 6, 7, 8]]),  # a load where no expert is
+        line(expert_load=[[1, -2, 3, 0], [5, 6, 7, 8]]),
+        line(expert_load=[[1, 2, 3], [5, 6, 7]]),
+        line(expert_load=[[1, 2, 3, 0], [5, 6, 7]]),
+        line(expert_load=[[1, 2.5, 3, 0], [5, 6, 7, 8]]),
+        line(p2l_map=None),
+        line(p2l_map=[[0, 1, 0, -2], [2, 1, 0, 1]]),
+        line(p2l_map=[[0, 1, 0, 10**9], [2, 1, 0, 1]]),
+        line() + line(p2l_map=[[0, 1, 2, -1], [3, 1, 0, 1]]),
+        line(expert_load="NaN").replace('"NaN"', "NaN"),
+    ],
+    ids=lambda text: text[:30],
+)
+def test_vllm_load_stats_that_are_none(write, read, content):
+    with pytest.raises(FormatError):
+        read("vllm-eplb", write("a.jsonl", content))
+
+
+ANSWER = {
+    "total_tokens_processed": 3,
+    "total_requests_processed": 1,
+    "num_experts": 3,
+    "num_layers": 2,
+    "top_k": 2,
+    "layer_expert_activation_counts": {"0": {"0": 4, "2": 2}, "1": {"0": 1, "1": 5}},
+}
+
+
+def test_vllm_routed_experts(write, read):
+    found = read("vllm-stats", write("a.json", ANSWER))
+    assert (counts(found), found.tokens, found.histograms[0].top_k) == (COUNTS, 3, 2)
+    assert says(read("vllm-stats", write("a.json", ANSWER | {"total_tokens_processed": 4})), "counted elsewhere")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_experts": 2},
+        {"num_layers": 1},
+        {"num_layers": 4096, "num_experts": 65536},
+        {"top_k": 9},
+        {"layer_expert_activation_counts": {"0": {"-1": 4}}},
+        {"layer_expert_activation_counts": {"0": {"0": -4}}},
+        {"layer_expert_activation_counts": {"0": {"0": True}}},
+        {"layer_expert_activation_counts": {"0": [4]}},
+        {"layer_expert_activation_counts": []},
+        {"total_tokens_processed": None},
+    ],
+    ids=str,
+)
+def test_vllm_answers_that_are_none(write, read, changes):
+    with pytest.raises(FormatError):
+        read("vllm-stats", write("a.json", ANSWER | changes))
+
+
+# ---- plumb
+
+
+def report(**changes: Any) -> dict[str, Any]:
+    layers = [
+        {
+            "layer_id": layer + 1,
+            "imbalance_ratio": 1.0,
+            "experts": [
+                {"expert_id": e, "token_count": n, "activation_fraction": n / 6} for e, n in enumerate(row) if n
+            ],
+        }
+        for layer, row in enumerate(COUNTS)
+    ]
+    return {"model_name": "Mixtral", "hardware_config": "my-host 4xA100", "layers": layers} | changes
+
+
+def test_plumb(write, read, tmp_path):
+    found = read("plumb", write("a.json", report()))
+    assert (counts(found), [layer.block for layer in found.histograms]) == (COUNTS, [1, 2])
+    assert found.model == "Mixtral"
+    assert "my-host" not in found.model_dump_json()
+    assert counts(read("plumb", write("a.json", report()), n_experts=5))[0] == [4, 0, 2, 0, 0]
+    snapshot = {"expert_counts": {"0:0": 4, "0:2": 2, "1:1": 5, "1:0": 1}}
+    assert counts(read("plumb", write("a.json", snapshot))) == COUNTS
+    np.save(tmp_path / "a.npy", np.array(COUNTS, dtype=np.float32))
+    assert counts(read("plumb", tmp_path / "a.npy")) == COUNTS
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        [],
+        {"layers": [{"layer_id": 0}]},
+        {"layers": [{"layer_id": -1, "experts": [{"expert_id": 0, "token_count": 1}]}]},
+        {"layers": [{"layer_id": 0, "experts": [{"expert_id": -1, "token_count": 1}]}]},
+        {"layers": [{"layer_id": 0, "experts": [{"expert_id": 0, "token_count": -1}]}]},
+        {"layers": [{"layer_id": 0, "experts": [{"expert_id": 0, "token_count": 1}] * 2}]},
+        {"layers": [{"layer_id": 0, "experts": [{"expert_id": 0, "token_count": 1, "activation_fraction": 1.5}]}]},
+        {"layers": [{"layer_id": 0, "experts": [7]}]},
+        {"expert_counts": {}},
+        {"expert_counts": {"0": 1}},
+        {"expert_counts": {"0:-1": 1}},
+        {"expert_counts": {"0:1": 1.5}},
+        {"expert_counts": {f"{layer}:65535": 1 for layer in range(300)}},
+        '{"expert_counts": {"0:1": 1, "0:1": 2}}',
+        '{"expert_counts": {"0:1": NaN}}',
+        "[" * 100_000,
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_plumb_reports_that_are_none(write, read, value):
+    with pytest.raises(FormatError):
+        read("plumb", write("a.json", value))
+
+
+def test_plumb_arrays_that_are_none(write, read, tmp_path):
+    for name, array in {
+        "negative": np.array([[1.0, -1.0]]),
+        "nan": np.array([[1.0, np.nan]]),
+        "flat": np.ones(3),
+        "text": np.array([["a"]]),
+        "empty": np.zeros((0, 3)),
+    }.items():
+        np.save(tmp_path / f"{name}.npy", array)
+        with pytest.raises(FormatError):
+            read("plumb", tmp_path / f"{name}.npy")
+    np.save(tmp_path / "object.npy", np.array([[{}]]), allow_pickle=True)
+    with pytest.raises(FormatError):
+        read("plumb", tmp_path / "object.npy")
+    np.save(tmp_path / "good.npy", np.ones((2, 3)))
+    claims = (tmp_path / "good.npy").read_bytes().replace(b"(2, 3)", b"(9999999999, 3)".ljust(6))
+    for content in (claims, b"", b"\x93NUMPY\x01\x00", b"text"):
+        with pytest.raises(FormatError):
+            read("plumb", write("bad.npy", content))
+
+
+# ---- mbolt
+
+
+def perms(**changes: Any) -> dict[str, Any]:
+    layers = [{"layer": layer, "heat": [float(n) for n in row], "heat_perm": []} for layer, row in enumerate(COUNTS)]
+    return {"n_layers": 2, "n_expert": 3, "n_tokens": 3, "train_frac": 0.8, "layers": layers} | changes
+
+
+def test_mbolt(write, read):
+    found = read("mbolt", write("a.json", perms()))
+    assert (counts(found), found.tokens, found.histograms[0].top_k, found.phase) == (COUNTS, 3, 2, "decode")
+    assert says(found, "first 80%")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"n_layers": 3},
+        {"n_expert": 4},
+        {"n_tokens": 4},
+        {"n_tokens": -1},
+        {"layers": [{"layer": 0, "heat": [1.0, 2.0, 0.0]}] * 2},
+        {"layers": [{"layer": 0, "heat": [1.5, 1.5, 0.0]}, {"layer": 1, "heat": [1, 2, 0]}]},
+        {"layers": [{"layer": 0, "heat": [-1.0, 4.0, 0.0]}, {"layer": 1, "heat": [1, 2, 0]}]},
+        {"layers": [{"layer": 0}, {"layer": 1}]},
+        {"layers": None},
+    ],
+    ids=str,
+)
+def test_mbolt_permutations_that_are_none(write, read, changes):
+    with pytest.raises(FormatError):
+        read("mbolt", write("a.json", perms(**changes)))
+    with pytest.raises(FormatError, match="expected 3"):
+        read("mbolt", write("a.json", perms()), top_k=3)
+
+
+# ---- fitz
+
+PINS = "# EXPERT_CACHE_PIN_LIST v1\nn_layer 3\nn_expert 300\nlayer 0:\nlayer 1: 299 4\nlayer 2: 0\n"
+
+
+def test_fitz(write, read):
+    found = read("fitz", write("pins.txt", PINS))
+    assert [(layer.block, list(layer.ranking)) for layer in found.histograms] == [(1, [299, 4]), (2, [0])]
+    assert rankings(read("fitz", write("pins.txt", PINS.replace("n_layer 3", "# n_layer = 3")))) == [[299, 4], [0]]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("v1", "v2"),
+        ("n_layer 3\n", ""),
+        ("n_layer 3", "n_layer 2"),
+        ("n_layer 3", "n_layer 3\nn_layer 3"),
+        ("n_expert 300", "n_expert 299"),
+        ("n_expert 300", "n_expert 0"),
+        ("299 4", "4 4"),
+        ("299 4", "-1"),
+        ("299 4", "1.5"),
+        ("layer 2", "layer 1"),
+        ("layer 2: 0", "layer two: 0"),
+        ("layer 1: 299 4\nlayer 2: 0\n", ""),
+    ],
+)
+def test_fitz_lists_that_are_none(write, read, old, new):
+    assert old in PINS
+    with pytest.raises(FormatError):
+        read("fitz", write("pins.txt", PINS.replace(old, new)))
+
+
+# ---- moe-l2
+
+
+def test_moe_l2(write, read):
+    maps = {name: {"per_layer_domain_preferred": {"0": [2, 1], "10": [0]}} for name in ("code", "chat")}
+    path = write("map.json", {"domains": maps, "num_experts": 4, "experts_per_token": 16, "model": "qwen"})
+    found = read("moe-l2", path, domain="chat")
+    assert [(layer.block, list(layer.ranking)) for layer in found.histograms] == [(0, [2, 1]), (10, [0])]
+    assert (found.model, found.histograms[0].n_experts, found.histograms[0].top_k) == ("qwen", 4, None)
+    with pytest.raises(FormatError, match="pass --domain"):
+        read("moe-l2", path)
+    with pytest.raises(FormatError, match="no domain"):
+        read("moe-l2", path, domain="law")
+    with pytest.raises(FormatError, match="num_experts 4"):
+        read("moe-l2", path, domain="chat", n_experts=8)
+    assert rankings(read("moe-l2", write("v4.json", {"layers": {"0": [7, 3]}}))) == [[7, 3]]
+    text = read("moe-l2", write("router.map", "# EXPERT_TOTAL 3\n0 7 3\n2 1\n"), n_experts=8)
+    assert [(layer.block, list(layer.ranking)) for layer in text.histograms] == [(0, [7, 3]), (2, [1])]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.json", {}),
+        ("a.json", {"layers": {"0": [1, 1]}}),
+        ("a.json", {"layers": {"-1": [1]}}),
+        ("a.json", {"layers": {"0": [-1]}}),
+        ("a.json", {"layers": {"0": [99999]}}),
+        ("a.json", {"layers": {"0": "1 2"}}),
+        ("a.json", {"layers": {}}),
+        ("a.json", {"layers": {"0": [4]}, "num_experts": 4}),
+        ("a.json", {"domains": {"a": 3}}),
+        ("a.map", "0 1 1\n"),
+        ("a.map", "0 1\n0 2\n"),
+        ("a.map", "0 -1\n"),
+        ("a.map", "# only a comment\n"),
+    ],
+    ids=str,
+)
+def test_moe_l2_maps_that_are_none(write, read, name, content):
+    with pytest.raises(FormatError):
+        read("moe-l2", write(name, content))
+
+
+# ---- exl3moe
+
+
+def safetensors(metadata: Any = None, **changes: Any) -> bytes:
+    data = np.array(COUNTS, dtype="<i8").tobytes()
+    entry = {"dtype": "I64", "shape": [2, 3], "data_offsets": [0, len(data)]} | changes
+    header = json.dumps({"counts": entry} | ({} if metadata is None else {"__metadata__": metadata})).encode()
+    return struct.pack("<Q", len(header)) + header + data
+
+
+def test_exl3moe(write, read):
+    bound = {"fingerprint": json.dumps({"architecture": "Glm5", "layers": 2})}
+    found = read("exl3moe", write("a.exl3moe", safetensors(bound)))
+    assert counts(found) == COUNTS
+    assert found.model is not None
+    assert "Glm5" in found.model
+    assert says(read("exl3moe", write("a.exl3moe", safetensors())), "of which model")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\0" * 8,
+        struct.pack("<Q", 2**40) + b"{}",
+        struct.pack("<Q", 3) + b"{}",
+        struct.pack("<Q", 2) + b"[]",
+        struct.pack("<Q", 2) + b"{}",
+        safetensors({"fingerprint": "text"}),
+        safetensors({"fingerprint": "[1]"}),
+        safetensors({"fingerprint": {"architecture": "Glm5"}}),
+        safetensors(dtype="BF16"),
+        safetensors(shape=[3, 3]),
+        safetensors(shape=[2**40, 3]),
+        safetensors(shape=[6]),
+        safetensors(shape=[-2, -3]),
+        safetensors(data_offsets=[8, 56]),
+        safetensors(data_offsets=[-8, 40]),
+        safetensors(data_offsets=None),
+        safetensors(dtype="F64"),
+        safetensors()[:-1],
+    ],
+    ids=range(19),
+)
+def test_exl3moe_files_that_are_none(write, read, content):
+    with pytest.raises(FormatError):
+        read("exl3moe", write("a.exl3moe", content))
+
+
+# ---- freetoken
+
+
+def test_freetoken(write, read):
+    found = read("freetoken", write("a.json", {"model": "Qwen3", "expert_counts": COUNTS}))
+    assert (counts(found), found.model) == (COUNTS, "Qwen3")
+    for rows in ([], [[1, 2], [3]], [[-1, 2]], [[0.5, 2]], [[True, 2]], [3], None):
+        with pytest.raises(FormatError):
+            read("freetoken", write("a.json", {"model": "Qwen3", "expert_counts": rows}))
+
+
+def test_files_that_are_not_there_or_too_large(read, tmp_path):
+    with pytest.raises(SparkError, match="no such file"):
+        read("plumb", tmp_path / "absent.json")
+    large = tmp_path / "large.json"
+    with large.open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(FormatError, match="expected at most"):
+        read("plumb", large)
+    assert MOST_CELLS < 2**30

@@ -1,0 +1,277 @@
+"""Each policy against the plainest cache that does the same, and what holds for all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spark_runtime.recency import RecencyOrder
+from spark_runtime.simulator.cost import Machine, MeasuredRun
+from spark_runtime.simulator.histograms import SessionCounts, count_rates, lru_rates
+from spark_runtime.simulator.policies import CACHES, POLICIES, Cache, PolicyName, cold_hits, loads
+from spark_runtime.simulator.study import PROFILES, Study, TraceTooSmallError, equal_slots
+from spark_runtime.simulator.traces import Trace
+
+
+def trace_of(seed: int, lengths: list[int], n_experts: int = 8, top_k: int = 2, n_layers: int = 2) -> Trace:
+    random = np.random.default_rng(seed)
+    taste = random.gumbel(size=(n_layers, 1, n_experts))
+    noise = random.gumbel(size=(n_layers, sum(lengths), n_experts))
+    ids = np.argsort(-(taste + noise), axis=2)[:, :, :top_k]
+    offsets = np.cumsum([0, *lengths]).astype(np.int64)
+    return Trace(tuple(layer.astype(np.int32) for layer in ids), (n_experts,) * n_layers, offsets)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Trace, list[int], list[Any]]:
+    """A trace, slots for each layer, and a profile or none for each session."""
+    n_experts = draw(st.integers(2, 9))
+    top_k = draw(st.integers(1, min(3, n_experts)))
+    lengths = draw(st.lists(st.integers(0, 15), min_size=1, max_size=4))
+    trace = trace_of(draw(st.integers(0, 2**32)), lengths, n_experts, top_k)
+    slots = [draw(st.integers(min(2 * top_k, n_experts), n_experts)) for _ in trace.ids]
+    shares = st.lists(st.integers(0, 5), min_size=n_experts, max_size=n_experts).map(
+        lambda row: np.array(row, dtype=float)
+    )
+    profile = st.none() | st.tuples(shares, shares).map(list)
+    return trace, slots, [draw(profile) for _ in lengths]
+
+
+class PlainCache:
+    """One layer's experts in slots, decided one token at a time."""
+
+    def __init__(self, policy: str, slots: int, n_experts: int, profile: np.ndarray | None, pinned: int) -> None:
+        order = list(range(n_experts)) if profile is None else np.argsort(-profile, kind="stable").tolist()
+        self.policy, self.resident = policy, order[:slots]
+        self.pinned = set(order[:pinned])
+        self.counts = [0] * n_experts
+        self.last = [0] * n_experts
+        # LRU starts as if the hottest had been used last.
+        self.stack = order[:slots]
+        self.clock = 0
+
+    def token(self, ids: list[int]) -> int:
+        if self.policy in {"uniform", "static"}:
+            return sum(expert not in self.resident for expert in ids)
+        if self.policy == "lru_unprotected":
+            return sum(self._use_alone(expert) for expert in ids)
+        if self.policy == "lru":
+            missing = sum(expert not in self.stack for expert in ids)
+            self.stack = [*ids, *(expert for expert in self.stack if expert not in ids)][: len(self.stack)]
+            return missing
+        missing = [expert for expert in ids if expert not in self.resident]
+        for expert in missing:
+            free = [e for e in self.resident if e not in ids and e not in self.pinned]
+            worth = self.counts if self.policy == "lfu" else [0] * len(self.counts)
+            leaving = min(free, key=lambda e: (worth[e], self.last[e], e))
+            self.resident[self.resident.index(leaving)] = expert
+        self.clock += len(ids)
+        for rank, expert in enumerate(ids):
+            self.counts[expert] += 1
+            self.last[expert] = self.clock - rank
+        return len(missing)
+
+    def _use_alone(self, expert: int) -> int:
+        missing = expert not in self.stack
+        self.stack = [expert, *(other for other in self.stack if other != expert)][: len(self.stack)]
+        return int(missing)
+
+
+@pytest.mark.parametrize("policy", ["uniform", "static", "lru_unprotected", "lru", "lfu", "lru_pinned"])
+@settings(deadline=None, max_examples=60)
+@given(case=cases())
+def test_it_is_the_plain_cache(policy: PolicyName, case: tuple[Trace, list[int], list[Any]]) -> None:
+    trace, slots, profiles = case
+    found = cold_hits(Cache(policy, pinned_share=0.5), trace, slots, profiles)
+    for session, profile in enumerate(profiles):
+        start, end = int(trace.offsets[session]), int(trace.offsets[session + 1])
+        for layer, (ids, count) in enumerate(zip(trace.ids, slots, strict=True)):
+            n_experts, top_k = trace.n_experts[layer], ids.shape[1]
+            movable = count - min(2 * top_k, count) if count < n_experts else 0
+            pinned = min(int(0.5 * count), movable) if policy == "lru_pinned" else 0
+            known = None if profile is None or policy == "uniform" else profile[layer]
+            cache = PlainCache(policy, count, n_experts, known, pinned)
+            assert found[start:end, layer].tolist() == [cache.token(row) for row in ids[start:end].tolist()]
+
+
+@pytest.mark.parametrize("sharing", ["layer", "pool"])
+@pytest.mark.parametrize("policy", CACHES)
+@settings(deadline=None, max_examples=40)
+@given(case=cases())
+def test_what_holds_for_every_cache(policy: PolicyName, sharing: Any, case: tuple[Trace, list[int], list[Any]]) -> None:
+    trace, slots, profiles = case
+    cache = Cache(policy, sharing)
+    if policy == "lru_unprotected" and sharing == "pool":
+        with pytest.raises(ValueError, match="slots of each layer's own"):
+            cold_hits(cache, trace, slots, profiles)
+        return
+    found = cold_hits(cache, trace, slots, profiles)
+    top_k = trace.ids[0].shape[1]
+    assert found.shape == (trace.n_tokens, 2)
+    assert found.max(initial=0) <= top_k
+    # Everything that did not start in a slot misses once.
+    best = cold_hits(Cache("belady", sharing), trace, slots, profiles)
+    for session in range(trace.n_sessions):
+        part = slice(int(trace.offsets[session]), int(trace.offsets[session + 1]))
+        if policy == "belady" or (sharing == "layer" and policy != "lru_unprotected"):
+            assert best[part].sum() <= found[part].sum()
+        for layer, ids in enumerate(trace.ids):
+            distinct = len(np.unique(ids[part]))
+            assert found[part, layer].sum() >= (max(0, distinct - slots[layer]) if sharing == "layer" else 0)
+    everything = cold_hits(cache, trace, list(trace.n_experts), profiles)
+    assert not everything.any()
+
+
+@settings(deadline=None)
+@given(case=cases(), batch=st.integers(1, 4))
+def test_calls_of_several_tokens_copy_at_most_what_misses(case: tuple[Trace, list[int], list[Any]], batch: int) -> None:
+    trace, slots, profiles = case
+    calls = trace.calls(batch)
+    cache = Cache("scored", "pool")
+    cold, moved = (what(cache, trace, slots, profiles, calls) for what in (cold_hits, loads))
+    assert (moved.sum(axis=0) <= cold.sum(axis=0)).all()
+    if batch == 1:
+        assert (moved == cold).all()
+
+
+@settings(deadline=None)
+@given(case=cases())
+def test_lru_from_distances_is_the_replayed_one(case: tuple[Trace, list[int], list[Any]]) -> None:
+    """Started empty, as an agent counts distances: to the last cold hit, for every number of slots."""
+    trace, _, _ = case
+    for session in range(trace.n_sessions):
+        alone = trace.select([session])
+        distances = [
+            np.bincount(RecencyOrder(n).observe(ids).ravel(), minlength=n + 1)
+            for ids, n in zip(alone.ids, alone.n_experts, strict=True)
+        ]
+        counted = SessionCounts(alone.counts(0), distances, alone.n_tokens)
+        for slots in range(alone.ids[0].shape[1], alone.n_experts[0] + 1):
+            cold = sum(empty_lru(ids, slots) for ids in alone.ids)
+            rate = lru_rates([counted], [slots] * 2)[0]
+            selections = alone.n_tokens * alone.selections_per_token
+            assert rate == cold / selections if selections else np.isnan(rate)
+
+
+def empty_lru(ids: np.ndarray, slots: int) -> int:
+    stack: list[int] = []
+    cold = 0
+    for row in ids.tolist():
+        cold += sum(expert not in stack for expert in row)
+        stack = [*row, *(expert for expert in stack if expert not in row)][:slots]
+    return cold
+
+
+@settings(deadline=None)
+@given(case=cases())
+def test_counts_say_what_static_placement_misses(case: tuple[Trace, list[int], list[Any]]) -> None:
+    trace, slots, profiles = case
+    found = cold_hits(Cache("static"), trace, slots, profiles)
+    for session, profile in enumerate(profiles):
+        part = found[int(trace.offsets[session]) : int(trace.offsets[session + 1])]
+        counted = SessionCounts(trace.counts(session), None, len(part))
+        rate = count_rates([counted], slots, [profile])[0]
+        if len(part):
+            assert rate == pytest.approx(part.sum() / (len(part) * trace.selections_per_token))
+
+
+# ---- studies
+
+
+def study_of(**options: Any) -> Study:
+    trace = trace_of(7, [40] * 12, n_experts=16)
+    return Study(trace, ["a", "b", "c"] * 4, [False] * 9 + [True] * 3, **options)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("profile", [name for name in PROFILES if name != "given"])
+def test_judged_sessions_never_calibrate(policy: PolicyName, profile: Any) -> None:
+    """Other judges leave the judgement of each session as it is."""
+    study = study_of()
+    slots = equal_slots(study.trace, 0.5)
+    whole = study.judge(Cache(policy), slots, profile, (10,))
+    assert (whole.n_sessions, whole.n_tokens) == (3, 120)
+    alone = [study_of(judged=workload).judge(Cache(policy), slots, profile) for workload in "abc"]
+    if profile != "foreign":  # the others take turns
+        assert whole.cold_hit_rate.mean == pytest.approx(np.mean([each.cold_hit_rate.mean for each in alone]))
+    inside = [part.cold_hit_rate for part in whole.parts]
+    assert (inside[0] or 0) * 10 + (inside[1] or 0) * 30 == pytest.approx(40 * whole.cold_hit_rate.mean)
+
+
+def test_tuning_looks_at_calibration_sessions_alone() -> None:
+    study = study_of()
+    slots = equal_slots(study.trace, 0.4)
+    tuned = study.tune(Cache("scored"), slots, "own")
+    assert tuned.cold_hit_rate <= tuned.default_cold_hit_rate
+    assert tuned.tried > 10
+    other = trace_of(7, [40] * 12, n_experts=16)
+    for layer in other.ids:
+        layer[9 * 40 :] = np.roll(layer[9 * 40 :], 1, axis=0)
+    changed = Study(other, ["a", "b", "c"] * 4, [False] * 9 + [True] * 3)
+    assert changed.tune(Cache("scored"), slots, "own") == tuned
+    with pytest.raises(TraceTooSmallError, match="to tune on"):
+        Study(trace_of(1, [5, 5]), ["a", "a"], [False, True]).tune(Cache("scored"), [4, 4], "own")
+
+
+def test_too_few_sessions_are_said() -> None:
+    trace = trace_of(1, [5, 5])
+    with pytest.raises(TraceTooSmallError, match="none may calibrate"):
+        Study(trace, ["a", "a"], [False, False]).judge(Cache("scored"), [4, 4], "own")
+    with pytest.raises(TraceTooSmallError, match="no workload but a"):
+        Study(trace, ["a", "a"], [False, True]).judge(Cache("scored"), [4, 4], "foreign")
+    with pytest.raises(TraceTooSmallError, match="decoded tokens only"):
+        Study(trace, ["a", "a"], [False, True], phase="prefill")
+    with pytest.raises(TraceTooSmallError, match="no session with a token of decode"):
+        Study(trace_of(1, [0, 0]), ["a", "a"], [False, True])
+    with pytest.raises(TraceTooSmallError, match="no held-out session of b"):
+        Study(trace, ["b", "a"], [False, True], judged="b")
+
+
+def test_traces_that_are_none() -> None:
+    good: dict[str, Any] = {"ids": (np.array([[0, 1]]),), "n_experts": (4,), "offsets": np.array([0, 1])}
+    Trace(**good)
+    for changes, reason in (
+        ({"ids": (np.array([[0, 4]]),)}, "expert 4"),
+        ({"ids": (np.array([[0, -1]]),)}, "expert -1"),
+        ({"ids": (np.array([[1, 1]]),)}, "twice"),
+        ({"ids": ()}, "0 layers"),
+        ({"offsets": np.array([0, 2])}, "over 2 tokens"),
+        ({"offsets": np.array([0, 2, 1])}, "do not add up"),
+        ({"offsets": np.array([], dtype=np.int64)}, "do not add up"),
+        ({"decode": np.array([True, False])}, "2 phases"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            Trace(**good | changes)
+    with pytest.raises(ValueError, match="1 slots, expected at least top_k = 2"):
+        cold_hits(Cache("lru"), Trace(**good), [1], [None])
+
+
+# ---- cost
+
+
+@given(
+    token_s=st.floats(1e-4, 1),
+    miss_s=st.floats(0, 1e-2),
+    link=st.none() | st.floats(1e9, 1e11),
+    missed=st.lists(st.floats(0.1, 50), min_size=1, max_size=4),
+)
+def test_a_machine_is_found_again_in_its_own_runs(
+    token_s: float, miss_s: float, link: Any, missed: list[float]
+) -> None:
+    machine = Machine(token_s, miss_s, link)
+    runs = [MeasuredRun(machine.decode_tok_s(count, 2e6), count) for count in missed]
+    found = Machine.fitted(token_s, runs, 2e6, link)
+    for count in (0.0, 1.0, 20.0):
+        assert found.decode_tok_s(count, 2e6) == pytest.approx(machine.decode_tok_s(count, 2e6), rel=1e-6)
+
+
+def test_figures_that_no_machine_has() -> None:
+    for figures in ((0.0, 0.0, None), (1.0, -1.0, None), (1.0, 0.0, 0.0), (float("nan"), 0.0, None)):
+        with pytest.raises(ValueError, match="expected numbers above 0"):
+            Machine(*figures)
+    with pytest.raises(ValueError, match="nothing says what a copy takes"):
+        Machine.fitted(1.0, [MeasuredRun(1.0, 0.0)])

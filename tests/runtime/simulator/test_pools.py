@@ -1,0 +1,144 @@
+"""The vectorised slot policy against the plain one and the native one, decision by decision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slot_model import PoolModel
+
+from spark_runtime.simulator.lanes import Lanes
+from spark_runtime.simulator.pools import PoolStarts, replay_pools
+from spark_runtime.slot_pool import SlotPool
+from spark_runtime.tier_start import LayerStart, TierStart
+
+
+@st.composite
+def pools(draw: st.DrawFn) -> tuple[list[TierStart], list[np.ndarray], list[np.ndarray]]:
+    """Some lanes: their starts, ``ids[token, layer, k]`` and the sizes of their calls."""
+    n_layers, n_experts = draw(st.integers(1, 3)), draw(st.integers(2, 10))
+    top_k = draw(st.integers(1, min(3, n_experts)))
+    floor = min(2 * top_k, n_experts)
+    decay = draw(st.sampled_from([0.0, 0.5, 0.97, 1.0]) | st.floats(0, 1, width=32))
+    starts, traces, calls = [], [], []
+    for _ in range(draw(st.integers(1, 4))):
+        layers = []
+        for block in range(n_layers):
+            slots = draw(st.integers(floor, n_experts))
+            pinned = draw(st.integers(0, n_experts if slots == n_experts else max(0, slots - floor)))
+            prior = draw(st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.7]), min_size=n_experts, max_size=n_experts))
+            order = np.array(draw(st.permutations(range(n_experts))))
+            layers.append(LayerStart(block, top_k, slots, order, np.array(prior), pinned))
+        sizes = draw(st.lists(st.sampled_from([1, 1, 1, 2, 3, 9]), max_size=12))
+        random = np.random.default_rng(draw(st.integers(0, 2**32)))
+        n_tokens = sum(sizes)
+        ids = np.argsort(random.random((n_tokens, n_layers, n_experts)) * random.random(n_experts), axis=2)
+        starts.append(TierStart(tuple(layers), decay))
+        traces.append(ids[:, :, :top_k].astype(np.int64))
+        calls.append(np.array(sizes, dtype=np.int64))
+    return starts, traces, calls
+
+
+def lanes_of(traces: list[np.ndarray], calls: list[np.ndarray]) -> Lanes:
+    first_row = np.concatenate([[0], np.cumsum([len(trace) for trace in traces])])[:-1]
+    return Lanes(np.concatenate(traces), first_row, calls)
+
+
+def starts_of(starts: list[TierStart]) -> PoolStarts:
+    return PoolStarts(
+        order=np.array([[layer.order for layer in start.layers] for start in starts]),
+        prior=np.array([[layer.prior for layer in start.layers] for start in starts]),
+        slots=np.array([[layer.slots for layer in start.layers] for start in starts]),
+        pinned=np.array([[layer.pinned for layer in start.layers] for start in starts]),
+    )
+
+
+def counted(machine: Any, start: TierStart, layer: int) -> tuple[int, int]:
+    if isinstance(machine, PoolModel):
+        counts = machine.layers[layer].counts["decode"]
+        return counts["cold"], counts["loads"]
+    found = machine.counts(layer, "decode")
+    return found.cold, found.loads
+
+
+@settings(deadline=None, max_examples=300)
+@given(pools())
+def test_it_decides_as_the_runtime(case: tuple[list[TierStart], list[np.ndarray], list[np.ndarray]]) -> None:
+    """Cold hits and copies of every call, layer by layer."""
+    starts, traces, calls = case
+    found = replay_pools(lanes_of(traces, calls), starts_of(starts), starts[0].decay)
+    row = 0
+    for start, ids, sizes in zip(starts, traces, calls, strict=True):
+        native, model = SlotPool(start), PoolModel(start)
+        token = 0
+        for size in sizes.tolist():
+            step = [ids[token : token + size, layer] for layer in range(len(start.layers))]
+            before = [counted(native, start, layer) for layer in range(len(step))]
+            native.step(step, "decode")
+            after = [counted(native, start, layer) for layer in range(len(step))]
+            for layer, selected in enumerate(step):
+                if native.goes_through(layer, selected.shape[1], size):
+                    model.ensure(layer, selected.tolist(), "decode")
+                else:
+                    model.pass_by(layer, selected.tolist(), "decode")
+            for layer, selected in enumerate(step):
+                model.observe(layer, selected.tolist(), "decode")
+            model.end_step()
+            made = [tuple(np.subtract(new, old)) for new, old in zip(after, before, strict=True)]
+            cold, loads = found.cold[row : row + size].sum(axis=0), found.loads[row : row + size].sum(axis=0)
+            assert list(zip(cold.tolist(), loads.tolist(), strict=True)) == made
+            row, token = row + size, token + size
+        for layer in range(len(start.layers)):
+            assert counted(native, start, layer) == counted(model, start, layer)
+
+
+@pytest.mark.parametrize("decay", [0.97, 0.999, 1.0])
+def test_long_sessions_decide_as_the_runtime(decay: float) -> None:
+    """Beyond the first table of weights, with the shape of a real model."""
+    random = np.random.default_rng(3)
+    n_tokens, n_layers, n_experts, top_k = 700, 3, 64, 6
+    taste = random.gumbel(size=(n_layers, n_experts))
+    drift = np.cumsum(random.normal(scale=0.2, size=(n_tokens, n_layers, n_experts)), axis=0)
+    noise = random.gumbel(size=(n_tokens, n_layers, n_experts))
+    ids = np.argsort(-(taste + drift + noise), axis=2)[:, :, :top_k]
+    frequency = np.exp(taste) / np.exp(taste).sum(axis=1, keepdims=True)
+    start = TierStart(
+        tuple(
+            LayerStart(block, top_k, 20, np.argsort(-freq, kind="stable"), freq * (2 * top_k))
+            for block, freq in enumerate(frequency)
+        ),
+        decay,
+    )
+    native = SlotPool(start)
+    for token in ids:
+        native.step(list(token[:, None]), "decode")
+    found = replay_pools(lanes_of([ids], [np.ones(n_tokens, dtype=np.int64)]), starts_of([start]), decay)
+    assert found.cold.sum(axis=0).tolist() == [native.counts(layer, "decode").cold for layer in range(n_layers)]
+    assert found.cold.sum() > 0
+
+
+def test_bad_starts_are_refused() -> None:
+    lanes = lanes_of([np.array([[[0, 1]]])], [np.array([1])])
+    good: dict[str, Any] = {
+        "order": np.arange(4).reshape(1, 1, 4),
+        "prior": np.zeros((1, 1, 4)),
+        "slots": np.array([[3]]),
+        "pinned": np.array([[0]]),
+    }
+    replay_pools(lanes, PoolStarts(**good), 0.5)
+    for changes, reason in (
+        ({"slots": np.array([[1]])}, "1 slots"),
+        ({"slots": np.array([[5]])}, "5 slots"),
+        ({"pinned": np.array([[2]])}, "leave fewer than top_k = 2"),
+        ({"pinned": np.array([[-1]])}, "pinned"),
+        ({"prior": np.full((1, 1, 4), np.nan)}, "priors"),
+        ({"prior": np.full((1, 1, 4), -1.0)}, "priors"),
+        ({"order": np.zeros((1, 1, 4), dtype=np.int64)}, "every expert once"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            replay_pools(lanes, PoolStarts(**good | changes), 0.5)
+    with pytest.raises(ValueError, match="decay 2"):
+        replay_pools(lanes, PoolStarts(**good), 2)
