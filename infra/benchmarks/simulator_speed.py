@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from report import parser_of, report
 
-from spark_runtime.simulator.policies import CACHES, Cache, cold_hits
+from spark_runtime.simulator.policies import CACHES, Cache, replay
 from spark_runtime.simulator.traces import Trace
 
 SHAPES = {"24x32, top-4": (24, 32, 4), "8x128, top-8": (8, 128, 8), "48x128, top-8": (48, 128, 8)}
@@ -48,7 +48,7 @@ def main() -> None:
             for policy in ("static", *CACHES):
                 for sharing in ("layer", "pool") if policy not in {"static", "lru_unprotected"} else ("layer",):
                     started = time.process_time()
-                    cold = cold_hits(Cache(policy, sharing), trace, slots, [profile] * SESSIONS)
+                    cold = replay(Cache(policy, sharing), trace, slots, [profile] * SESSIONS).cold
                     seconds = time.process_time() - started
                     rows.append(
                         {

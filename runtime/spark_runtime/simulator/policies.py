@@ -16,7 +16,7 @@ from spark_runtime.simulator.stack import Unit, reuse_distances
 from spark_runtime.simulator.traces import LayerClass, Trace
 from spark_runtime.tier_start import DECAY, PRIOR_TOKENS
 
-__all__ = ["CACHES", "POLICIES", "Cache", "PolicyName", "Sharing", "cold_hits", "loads"]
+__all__ = ["CACHES", "POLICIES", "Cache", "PolicyName", "Sharing", "replay"]
 
 _Number = TypeVar("_Number", bound=np.generic)
 IntArray = NDArray[np.int64]
@@ -58,40 +58,20 @@ class Cache:
             raise ValueError(f"{self.policy} exists with slots of each layer's own only")
 
 
-def cold_hits(
+def replay(
     cache: Cache,
     trace: Trace,
     slots: Sequence[int],
     profiles: Sequence[Frequency | None],
     calls: Sequence[IntArray] | None = None,
-) -> NDArray[np.uint32]:
-    """Selections of each token that found no slot, ``[token, layer]``, in the trace's order.
+) -> Replayed:
+    """What found no slot and what was copied, ``[token, layer]`` each in the trace's order.
 
+    Copies stand with the first token of their call.
     ``profiles[session]`` is what the session's cache starts with, and the prior of its scores; ``None`` starts with the
     first experts. Every session starts anew. ``calls`` are :meth:`Trace.calls`, one token each if left out. Raises
     ``ValueError`` for fewer slots than top-k in a layer.
     """
-    return _replay(cache, trace, slots, profiles, calls).cold
-
-
-def loads(
-    cache: Cache,
-    trace: Trace,
-    slots: Sequence[int],
-    profiles: Sequence[Frequency | None],
-    calls: Sequence[IntArray] | None = None,
-) -> NDArray[np.uint32]:
-    """As :func:`cold_hits`, but experts copied, each call's with its first token."""
-    return _replay(cache, trace, slots, profiles, calls).loads
-
-
-def _replay(
-    cache: Cache,
-    trace: Trace,
-    slots: Sequence[int],
-    profiles: Sequence[Frequency | None],
-    calls: Sequence[IntArray] | None,
-) -> Replayed:
     cache.check()
     if len(profiles) != trace.n_sessions or len(slots) != len(trace.ids):
         raise ValueError(f"{len(profiles)} profiles and {len(slots)} layers' slots, expected one for each")

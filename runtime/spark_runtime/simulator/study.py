@@ -18,7 +18,7 @@ from spark_runtime.placement import (
     residency_budget,
     uniform_slots,
 )
-from spark_runtime.simulator.policies import Cache, Frequency, cold_hits, loads
+from spark_runtime.simulator.policies import Cache, Frequency, replay
 from spark_runtime.simulator.traces import Trace
 
 __all__ = [
@@ -193,11 +193,10 @@ class Study:
         ]
         calls = trace.calls(self.batch, self.prompt_batch)
         if cache.policy == "oracle":
-            cold = self._oracle(cache, trace, judging, slots)
-            moved = cold
+            cold = moved = self._oracle(cache, trace, judging, slots)
         else:
-            cold = cold_hits(cache, trace, slots, profiles, calls)
-            moved = cold if self.batch == 1 and self.phase == "decode" else loads(cache, trace, slots, profiles, calls)
+            found = replay(cache, trace, slots, profiles, calls)
+            cold, moved = found.cold, found.loads
         per_token = cold.sum(axis=1, dtype=np.int64)
         per_session = np.add.reduceat(per_token, trace.offsets[:-1])
         shares = per_session / (trace.lengths * trace.selections_per_token)
@@ -217,7 +216,7 @@ class Study:
         for workload in sorted(set(workloads.tolist())):
             own = np.flatnonzero(workloads == workload)
             rows = np.concatenate([np.arange(trace.offsets[place], trace.offsets[place + 1]) for place in own])
-            result[rows] = cold_hits(cache, trace.select(own), slots, [None] * len(own))
+            result[rows] = replay(cache, trace.select(own), slots, [None] * len(own)).cold
         return result
 
     def _profile(self, name: ProfileName, workload: str, number: int, calibrating: IntArray) -> Frequency | None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from spark_runtime.recency import RecencyOrder
 from spark_runtime.simulator.cost import Machine, MeasuredRun
 from spark_runtime.simulator.histograms import SessionCounts, count_rates, lru_rates
-from spark_runtime.simulator.policies import CACHES, POLICIES, Cache, PolicyName, cold_hits, loads
+from spark_runtime.simulator.policies import CACHES, POLICIES, Cache, PolicyName, replay
 from spark_runtime.simulator.study import PROFILES, Study, TraceTooSmallError, equal_slots
 from spark_runtime.simulator.traces import Trace
 
@@ -86,7 +86,7 @@ class PlainCache:
 @given(case=cases())
 def test_it_is_the_plain_cache(policy: PolicyName, case: tuple[Trace, list[int], list[Any]]) -> None:
     trace, slots, profiles = case
-    found = cold_hits(Cache(policy, pinned_share=0.5), trace, slots, profiles)
+    found = replay(Cache(policy, pinned_share=0.5), trace, slots, profiles).cold
     for session, profile in enumerate(profiles):
         start, end = int(trace.offsets[session]), int(trace.offsets[session + 1])
         for layer, (ids, count) in enumerate(zip(trace.ids, slots, strict=True)):
@@ -107,14 +107,14 @@ def test_what_holds_for_every_cache(policy: PolicyName, sharing: Any, case: tupl
     cache = Cache(policy, sharing)
     if policy == "lru_unprotected" and sharing == "pool":
         with pytest.raises(ValueError, match="slots of each layer's own"):
-            cold_hits(cache, trace, slots, profiles)
+            replay(cache, trace, slots, profiles)
         return
-    found = cold_hits(cache, trace, slots, profiles)
+    found = replay(cache, trace, slots, profiles).cold
     top_k = trace.ids[0].shape[1]
     assert found.shape == (trace.n_tokens, 2)
     assert found.max(initial=0) <= top_k
     # Everything that did not start in a slot misses once.
-    best = cold_hits(Cache("belady", sharing), trace, slots, profiles)
+    best = replay(Cache("belady", sharing), trace, slots, profiles).cold
     for session in range(trace.n_sessions):
         part = slice(int(trace.offsets[session]), int(trace.offsets[session + 1]))
         if policy == "belady" or (sharing == "layer" and policy != "lru_unprotected"):
@@ -122,7 +122,7 @@ def test_what_holds_for_every_cache(policy: PolicyName, sharing: Any, case: tupl
         for layer, ids in enumerate(trace.ids):
             distinct = len(np.unique(ids[part]))
             assert found[part, layer].sum() >= (max(0, distinct - slots[layer]) if sharing == "layer" else 0)
-    everything = cold_hits(cache, trace, list(trace.n_experts), profiles)
+    everything = replay(cache, trace, list(trace.n_experts), profiles).cold
     assert not everything.any()
 
 
@@ -132,7 +132,8 @@ def test_calls_of_several_tokens_copy_at_most_what_misses(case: tuple[Trace, lis
     trace, slots, profiles = case
     calls = trace.calls(batch)
     cache = Cache("scored", "pool")
-    cold, moved = (what(cache, trace, slots, profiles, calls) for what in (cold_hits, loads))
+    replayed = replay(cache, trace, slots, profiles, calls)
+    cold, moved = replayed.cold, replayed.loads
     assert (moved.sum(axis=0) <= cold.sum(axis=0)).all()
     if batch == 1:
         assert (moved == cold).all()
@@ -170,7 +171,7 @@ def empty_lru(ids: np.ndarray, slots: int) -> int:
 @given(case=cases())
 def test_counts_say_what_static_placement_misses(case: tuple[Trace, list[int], list[Any]]) -> None:
     trace, slots, profiles = case
-    found = cold_hits(Cache("static"), trace, slots, profiles)
+    found = replay(Cache("static"), trace, slots, profiles).cold
     for session, profile in enumerate(profiles):
         part = found[int(trace.offsets[session]) : int(trace.offsets[session + 1])]
         counted = SessionCounts(trace.counts(session), None, len(part))
@@ -247,7 +248,7 @@ def test_traces_that_are_none() -> None:
         with pytest.raises(ValueError, match=reason):
             Trace(**good | changes)
     with pytest.raises(ValueError, match="1 slots, expected at least top_k = 2"):
-        cold_hits(Cache("lru"), Trace(**good), [1], [None])
+        replay(Cache("lru"), Trace(**good), [1], [None])
 
 
 # ---- cost
