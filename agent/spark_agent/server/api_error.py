@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from spark_agent.server.worker import AbandonedError
+from spark_agent.server.generation import AbandonedError
 from spark_runtime.errors import ContextFullError, SparkRuntimeError
 
 __all__ = ["ApiError"]

@@ -21,10 +21,11 @@ from starlette.routing import Route
 from starlette.types import Lifespan
 
 from spark_agent.server.api_error import ApiError
+from spark_agent.server.generation import AbandonedError, BusyError, Finished, Generation, Piece
 from spark_agent.server.local_only import LocalOnly
 from spark_agent.server.requests import ChatRequest, first_fault
 from spark_agent.server.sessions import lineage_of
-from spark_agent.server.worker import AbandonedError, BusyError, Finished, Generation, Piece, Worker
+from spark_agent.server.worker import Worker
 from spark_runtime.chat import ChatFormat
 from spark_runtime.errors import ChatTemplateError, SparkRuntimeError
 
