@@ -1,7 +1,9 @@
 """How llama.cpp's own token changes once a tiered engine has run beside it: time, and what lies between its kernels.
 
-Usage: tier_overlap.py MODEL.gguf [--spans] [--out FILE]. Needs a GPU with memory for the model twice; ``--spans`` needs
-PyTorch, whose profiler names the kernels (and slows them, so it tells shares and not speeds).
+Usage: tier_overlap.py MODEL.gguf [--spans] [--add STEP] [--count N] [--alone] [--out FILE]. Needs a GPU with memory for
+the model twice; ``--spans`` needs PyTorch, whose profiler names the kernels (and slows them, so it tells shares and not
+speeds). ``--add`` looks for the same change without tiers: after each of so many allocations, streams, or both.
+``--alone`` looks at a tiered engine's own token in a process without another.
 
 A virtual machine's processors may be halves of cores that others use, and submitting a token then takes twice as long.
 So before each round the process moves to a processor that is free now, and a round counts only if it still was at the
@@ -18,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from cuda_steps import STEPS, CudaSteps
 from report import parser_of, report
 
 from spark_runtime.bench import random_tokens
@@ -123,7 +126,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     shape = read_model_shape(arguments.model)
     processors = Processors()
     rows: list[dict[str, Any]] = []
-    with Engine.load(arguments.model, EngineOptions(count_routing=False, repack=False, **options)) as engine:
+    first = {"tier": uniform_start(shape, 1.0)} if arguments.alone else {"count_routing": False, "repack": False}
+    with Engine.load(arguments.model, EngineOptions(**first, **options)) as engine:
 
         def look(step: str) -> None:
             timed: dict[str, Any] = spans_us(engine) if arguments.spans else token_us(engine, processors)
@@ -131,6 +135,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
         look("nothing")
         look("nothing, again")
+        if arguments.add:
+            steps = CudaSteps()
+            for number in range(1, arguments.count + 1):
+                steps.take(arguments.add)
+                look(f"{arguments.add} {number}")
+        if arguments.add or arguments.alone:
+            return {"model": shape.name, "tiered": arguments.alone, "rows": rows}
         with Engine.load(arguments.model, EngineOptions(proxy=True, count_routing=False, **options)) as proxied:
             step(look, "a proxied engine's first token", proxied)
         with Engine.load(arguments.model, EngineOptions(tier=uniform_start(shape, 1.0), **options)) as tiered:
@@ -151,6 +162,9 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--spans", action="store_true", help="time in kernels and between them, by PyTorch's profiler")
+    parser.add_argument("--add", choices=STEPS, help="what to add in place of a tiered engine")
+    parser.add_argument("--count", type=int, default=10, help="how many of it")
+    parser.add_argument("--alone", action="store_true", help="look at a tiered engine instead of llama.cpp's own")
     arguments = parser.parse_args()
     report(run(arguments), arguments.out)
 
