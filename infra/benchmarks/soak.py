@@ -1,0 +1,302 @@
+"""A day of coding tools in some minutes: many clients of every dialect, cancelled, broken and refused requests.
+
+Usage: soak.py [--model MODEL.gguf] [--minutes N] [--clients N] [--seed N] [--run OPTION]... [--out FILE]. Starts a real
+agent on a free port and says at the end whether its memory stayed flat, whether any request hung, and whether it ended
+in order. ``--run`` is handed to ``spark-agent run``, for example ``--run=--residency=0.6``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+from report import parser_of, report
+
+HUNG_S = 120.0
+SAMPLE_S = 2.0
+WORDS = ("list", "file", "test", "error", "why", "does", "this", "function", "return", "early", "rename", "fix", "the")
+TOOL = {
+    "name": "read_file",
+    "description": "Read it.",
+    "parameters": {"type": "object", "properties": {"path": {"type": "string"}}},
+}
+BROKEN = (
+    b"{",
+    b"[]",
+    b'{"messages": []}',
+    b'{"messages": [{"role": "wizard", "content": "x"}]}',
+    b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": -1}',
+    b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}',
+    b"\xff\xfe\x00",
+    b'{"a":' * 5000,
+)
+
+
+class Client(threading.Thread):
+    """One coding tool: conversations that grow turn by turn, in a dialect of its own, with accidents."""
+
+    def __init__(self, base_url: str, seed: int, until: float) -> None:
+        super().__init__(name=f"client-{seed}")
+        self._random = random.Random(seed)
+        self._until = until
+        self._http = httpx.Client(base_url=base_url, timeout=HUNG_S)
+        self._turns: list[tuple[str, str]] = []
+        self.seen: Counter[str] = Counter()
+        self.tokens = 0
+        self.hung: list[str] = []
+        self.wrong: list[str] = []
+
+    def run(self) -> None:
+        actions: dict[Callable[[], None], int] = {
+            self._chat: 6,
+            self._messages: 5,
+            self._responses: 3,
+            self._leave_early: 4,
+            self._leave_at_once: 2,
+            self._broken: 3,
+            self._look: 3,
+            self._too_long: 1,
+        }
+        while time.monotonic() < self._until:
+            action = self._random.choices(list(actions), list(actions.values()))[0]
+            began = time.monotonic()
+            try:
+                action()
+            except httpx.TimeoutException as error:
+                self.hung.append(f"{action.__name__}: {type(error).__name__} after {time.monotonic() - began:.0f} s")
+            except httpx.HTTPError as error:
+                self.wrong.append(f"{action.__name__}: {type(error).__name__}: {error}")
+        self._http.close()
+
+    def _say(self, n_words: int = 12) -> str:
+        return " ".join(self._random.choice(WORDS) for _ in range(n_words))
+
+    def _history(self) -> list[dict[str, str]]:
+        if len(self._turns) > 6 or self._random.random() < 0.15:
+            self._turns.clear()
+        messages = [{"role": role, "content": text} for role, text in self._turns]
+        return [*messages, {"role": "user", "content": self._say(self._random.randint(3, 60))}]
+
+    def _answered(self, what: str, answer: httpx.Response, *expected: int) -> None:
+        self.seen[f"{what} {answer.status_code}"] += 1
+        if answer.status_code not in (*expected, 503):
+            self.wrong.append(f"{what}: {answer.status_code}: {answer.text[:200]}")
+
+    def _remember(self, messages: list[dict[str, str]], answer: str) -> None:
+        self._turns = [(message["role"], message["content"]) for message in messages]
+        self._turns.append(("assistant", answer or "-"))
+
+    def _limit(self) -> int:
+        return self._random.randint(1, 48)
+
+    def _chat(self) -> None:
+        messages = self._history()
+        body: dict[str, Any] = {
+            "messages": messages,
+            "max_tokens": self._limit(),
+            "stream": self._random.random() < 0.7,
+        }
+        if self._random.random() < 0.3:
+            body["tools"] = [{"type": "function", "function": TOOL}]
+        if self._random.random() < 0.2:
+            body |= {"logprobs": True, "top_logprobs": 2}
+        if not body["stream"]:
+            answer = self._http.post("/v1/chat/completions", json=body)
+            self._answered("chat", answer, 200)
+            if answer.status_code == 200:
+                self.tokens += answer.json()["usage"]["completion_tokens"]
+                self._remember(messages, answer.json()["choices"][0]["message"]["content"] or "")
+            return
+        text, done = "", False
+        with self._http.stream("POST", "/v1/chat/completions", json=body) as stream:
+            if stream.status_code != 200:
+                stream.read()
+                self._answered("chat stream", stream, 200)
+                return
+            for line in stream.iter_lines():
+                done = done or line == "data: [DONE]"
+                if line.startswith("data: {"):
+                    for choice in json.loads(line[6:]).get("choices", ()):
+                        text += choice["delta"].get("content") or ""
+                        self.tokens += 1
+        self.seen["chat stream 200"] += 1
+        if not done:
+            self.wrong.append("chat stream: ended without [DONE]")
+        self._remember(messages, text)
+
+    def _messages(self) -> None:
+        body: dict[str, Any] = {
+            "model": "any",
+            "system": "Be brief.",
+            "messages": self._history(),
+            "max_tokens": self._limit(),
+        }
+        body["model"] = self._model()
+        if self._random.random() < 0.3:
+            answer = self._http.post(
+                "/v1/messages/count_tokens", json={k: v for k, v in body.items() if k != "max_tokens"}
+            )
+            self._answered("count", answer, 200)
+            return
+        with self._http.stream("POST", "/v1/messages", json=body | {"stream": True}) as stream:
+            if stream.status_code != 200:
+                stream.read()
+                self._answered("messages", stream, 200)
+                return
+            events = [line[7:] for line in stream.iter_lines() if line.startswith("event: ")]
+        self.seen["messages 200"] += 1
+        if not events or events[-1] != "message_stop":
+            self.wrong.append(f"messages: ended with {events[-1:]}")
+
+    def _responses(self) -> None:
+        body = {
+            "model": self._model(),
+            "input": self._say(),
+            "max_output_tokens": max(16, self._limit()),
+            "store": False,
+        }
+        self._answered("responses", self._http.post("/v1/responses", json=body), 200)
+
+    def _model(self) -> str:
+        if not hasattr(self, "_served"):
+            self._served: str = self._http.get("/v1/models").json()["data"][0]["id"]
+        return self._served
+
+    def _leave_early(self) -> None:
+        body = {"messages": self._history(), "max_tokens": 512, "stream": True}
+        lines = self._random.randint(0, 8)
+        with self._http.stream("POST", "/v1/chat/completions", json=body) as stream:
+            self.seen[f"left early {stream.status_code}"] += 1
+            for number, _ in enumerate(stream.iter_lines()):
+                if number >= lines:
+                    return
+
+    def _leave_at_once(self) -> None:
+        body = {"messages": self._history(), "max_tokens": 512}
+        with suppress(httpx.TimeoutException):  # this is the client that does not wait
+            self._http.post("/v1/chat/completions", json=body, timeout=self._random.uniform(0.001, 0.2))
+        self.seen["left at once"] += 1
+
+    def _broken(self) -> None:
+        path = self._random.choice(("/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions"))
+        answer = self._http.post(
+            path, content=self._random.choice(BROKEN), headers={"Content-Type": "application/json"}
+        )
+        self._answered("broken", answer, 400, 413, 422)
+
+    def _too_long(self) -> None:
+        messages = [{"role": "user", "content": self._say(20000)}]
+        self._answered("too long", self._http.post("/v1/chat/completions", json={"messages": messages}), 400)
+
+    def _look(self) -> None:
+        path = self._random.choice(("/health", "/metrics", "/spark/stats", "/v1/models"))
+        self._answered("look", self._http.get(path), 200)
+
+
+class Watch(threading.Thread):
+    """Samples the agent's memory, open files and threads."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(name="watch")
+        self._proc = Path(f"/proc/{pid}")
+        self._ending = threading.Event()
+        self.samples: list[tuple[float, int, int, int]] = []
+
+    def run(self) -> None:
+        began = time.monotonic()
+        while not self._ending.wait(SAMPLE_S):
+            fields = dict(line.split(":", 1) for line in (self._proc / "status").read_text().splitlines())
+            files = sum(1 for _ in (self._proc / "fd").iterdir())
+            rss = 1024 * int(fields["RssAnon"].split()[0])
+            self.samples.append((time.monotonic() - began, rss, files, int(fields["Threads"])))
+
+    def stop(self) -> None:
+        self._ending.set()
+        self.join()
+
+    def quarters(self) -> list[dict[str, int]]:
+        """Largest value in each quarter of the time."""
+        size = max(len(self.samples) // 4, 1)
+        parts = [self.samples[start : start + size] for start in range(0, 4 * size, size)]
+        names = ("anonymous_bytes", "open_files", "threads")
+        return [{name: max(row[1 + i] for row in part) for i, name in enumerate(names)} for part in parts if part]
+
+
+def start(arguments: argparse.Namespace, home: Path) -> tuple[subprocess.Popen[str], str]:
+    folders = {
+        name: str(home / name) for name in ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR")
+    }
+    command = [sys.executable, "-m", "spark_agent.cli", "run", "-p", "0", "--json", *arguments.run]
+    command += [str(arguments.model)] if arguments.model else []
+    environment = {**os.environ, **folders, "SPARKMOE_OFFLINE": "1"}
+    log = (home / "agent.log").open("w")
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
+    assert process.stdout is not None
+    return process, json.loads(process.stdout.readline())["base_url"]
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="spark-soak-") as name:
+        home = Path(name)
+        process, base_url = start(arguments, home)
+        watch = Watch(process.pid)
+        watch.start()
+        until = time.monotonic() + 60 * arguments.minutes
+        clients = [Client(base_url, arguments.seed + number, until) for number in range(arguments.clients)]
+        for client in clients:
+            client.start()
+        for client in clients:
+            client.join()
+        watch.stop()
+        time.sleep(3)
+        stats = httpx.get(f"{base_url}/spark/stats", timeout=HUNG_S).json()
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        code = process.wait(60)
+        ended_s = time.monotonic() - began
+        log = (home / "agent.log").read_text()
+    seen = sum((client.seen for client in clients), Counter())
+    quarters = watch.quarters()
+    return {
+        "settings": {key: str(value) for key, value in vars(arguments).items() if key != "out"},
+        "requests": sum(seen.values()),
+        "tokens": sum(client.tokens for client in clients),
+        "answers": dict(sorted(seen.items())),
+        "hung": [text for client in clients for text in client.hung],
+        "wrong": [text for client in clients for text in client.wrong][:50],
+        "quarters": quarters,
+        "growth_second_half": round(quarters[-1]["anonymous_bytes"] / quarters[1]["anonymous_bytes"] - 1, 4),
+        "stats_afterwards": stats,
+        "exit_code": code,
+        "ended_s": round(ended_s, 2),
+        "agent_log": log.splitlines()[-20:],
+    }
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--run", action="append", default=[], help="an option of spark-agent run")
+    arguments = parser.parse_args()
+    report(run(arguments), arguments.out)
+
+
+if __name__ == "__main__":
+    main()
