@@ -8,7 +8,6 @@ that need no network quick.
 from __future__ import annotations
 
 import datetime as dt
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
@@ -18,6 +17,7 @@ from urllib.parse import quote
 from pydantic import BaseModel, ValidationError
 
 from spark_agent import __version__
+from spark_agent.cutoff import CutOff
 from spark_agent.errors import (
     ConfigError,
     RefusedError,
@@ -38,7 +38,8 @@ __all__ = ["ManifestAnswer", "ServiceClient"]
 
 MAX_ANSWER_BYTES = 32 * 2**20
 """A profile of a very large model is a few MiB."""
-MAX_ANSWER_S = 120.0
+MAX_EXCHANGE_S = 120.0
+"""From the connection to the last byte of the answer, however steadily it drips."""
 _MAX_SHOWN = 500
 """Characters of a peer's words repeated to a person."""
 _M = TypeVar("_M", bound=BaseModel)
@@ -90,6 +91,7 @@ class ServiceClient:
         self._timeout_s = timeout_s
         self._offline = offline
         self._client: httpx.Client | None = None
+        self._cut_off = CutOff()
 
     def __enter__(self) -> Self:
         return self
@@ -102,6 +104,10 @@ class ServiceClient:
         if self._client is not None:
             self._client.close()
             self._client = None
+
+    def abort(self) -> None:
+        """End the call under way, and fail every later one with :class:`ServiceUnreachableError`; from any thread."""
+        self._cut_off.cut()
 
     def upload(self, body: bytes, content_encoding: str | None, idempotency_key: str) -> UploadReceipt:
         """Send a (compressed) ``HistogramUpload``; returns once the service has committed it."""
@@ -188,6 +194,8 @@ class ServiceClient:
         return found
 
     def _connected(self) -> httpx.Client:
+        from http.cookiejar import CookieJar, DefaultCookiePolicy
+
         import httpx
 
         if self._client is None:
@@ -204,6 +212,8 @@ class ServiceClient:
                 headers=headers,
                 timeout=httpx.Timeout(self._timeout_s, connect=min(self._timeout_s, 5.0)),
                 follow_redirects=False,
+                # A service could tell machines apart by them, whatever is left out of bodies.
+                cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
                 # A proxy has no business between this machine and itself.
                 trust_env=not is_loopback(self.base_url),
             )
@@ -225,12 +235,25 @@ class ServiceClient:
         client = self._connected()
         import httpx
 
+        cut_off = self._cut_off
         try:
-            with client.stream(method, path, params=params, headers=headers, content=content) as response:
+            with (
+                cut_off.within(MAX_EXCHANGE_S),
+                client.stream(
+                    method, path, params=params, headers=headers, content=content, extensions={"trace": cut_off.trace}
+                ) as response,
+            ):
                 body = self._read(response)
                 answer = _Answer(response.status_code, dict(response.headers), body)
+            if cut_off.expired or cut_off.was_cut:
+                # An answer that ends with the connection looks whole wherever it was cut.
+                raise httpx.ReadError("the connection was cut")
         except httpx.TransportError as error:
             reason = str(error) or type(error).__name__
+            if cut_off.was_cut:
+                reason = "given up, because this process is ending"
+            elif cut_off.expired:
+                reason = f"it did not finish its answer in {MAX_EXCHANGE_S:g} s"
             raise ServiceUnreachableError(
                 f"no answer from the calibration service at {self.base_url}: {reason[:_MAX_SHOWN]}",
                 hint="start one with `spark-service run --open`, or correct SPARKMOE_SERVICE_URL",
@@ -245,17 +268,11 @@ class ServiceClient:
     def _read(self, response: httpx.Response) -> bytes:
         if response.headers.get("content-encoding", "identity") != "identity":
             raise self._bad_answer("a compressed answer, expected it plain as asked")
-        deadline = time.monotonic() + MAX_ANSWER_S
         body = bytearray()
         for chunk in response.iter_raw():
             body += chunk
             if len(body) > MAX_ANSWER_BYTES:
                 raise self._bad_answer(f"more than {MAX_ANSWER_BYTES} bytes")
-            if time.monotonic() > deadline:
-                raise ServiceUnreachableError(
-                    f"the calibration service at {self.base_url} did not finish its answer in {MAX_ANSWER_S:g} s",
-                    hint="try again later",
-                )
         return bytes(body)
 
     def _parse(self, schema: type[_M], answer: _Answer, expected_status: int = 200) -> _M:
@@ -276,7 +293,7 @@ class ServiceClient:
 
     def _refusal(self, answer: _Answer) -> ServiceRefusedError:
         problem = _problem(answer)
-        retry_after_s = _retry_after_s(answer.headers.get("retry-after"))
+        retry_after_s = _retry_after_s(answer.headers.get("retry-after"), answer.headers.get("date"))
         message = f"the calibration service at {self.base_url} answered {answer.status}"
         if problem is None:
             return ServiceRefusedError(
@@ -319,16 +336,25 @@ def _problem(answer: _Answer) -> Problem | None:
         return None
 
 
-def _retry_after_s(value: str | None) -> float | None:
-    """Read either form of ``Retry-After``, seconds or an HTTP date; an unreadable one is as good as none."""
+def _retry_after_s(value: str | None, sent: str | None) -> float | None:
+    """Read either form of ``Retry-After``, seconds or an HTTP date; an unreadable one is as good as none.
+
+    ``sent`` is the answer's own ``Date``: a date is meant by the service's clock, which may be years from this one's.
+    """
     if value is None:
         return None
     if value.isascii() and value.isdigit():
         return float(min(int(value[:12]), 10**9))
-    try:
-        moment = parsedate_to_datetime(value)
-    except ValueError:
+    moment = _moment(value)
+    if moment is None:
         return None
-    if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=dt.UTC)
-    return max(0.0, (moment - dt.datetime.now(dt.UTC)).total_seconds())
+    now = (None if sent is None else _moment(sent)) or dt.datetime.now(dt.UTC)
+    return max(0.0, (moment - now).total_seconds())
+
+
+def _moment(text: str) -> dt.datetime | None:
+    try:
+        moment = parsedate_to_datetime(text)
+        return (moment if moment.tzinfo is not None else moment.replace(tzinfo=dt.UTC)).astimezone(dt.UTC)
+    except (ValueError, OverflowError, TypeError, IndexError):
+        return None

@@ -83,6 +83,8 @@ class SpoolStats:
     """Rows given up, ever, because the spool was full."""
     last_error: str | None
     """Of the latest attempt; ``None`` once one succeeded."""
+    next_try: float | None
+    """Seconds since the epoch of the earliest next attempt, if any row has failed before."""
 
 
 class Spool:
@@ -243,14 +245,15 @@ class Spool:
     def stats(self) -> SpoolStats:
         """Return the counts and the latest error, from one moment."""
         with self._reading() as connection:
-            pending, size, rejected, dropped, last_error = connection.execute(
+            found = connection.execute(
                 "SELECT (SELECT count(*) FROM sessions), "
                 "(SELECT coalesce(sum(bytes), 0) FROM sessions) + (SELECT coalesce(sum(bytes), 0) FROM rejected), "
                 "(SELECT count(*) FROM rejected), "
                 "(SELECT value FROM notes WHERE name = 'dropped'), "
-                "(SELECT value FROM notes WHERE name = 'last_error')"
+                "(SELECT value FROM notes WHERE name = 'last_error'), "
+                "(SELECT min(next_try) FROM sessions WHERE attempts > 0)"
             ).fetchone()
-        return SpoolStats(pending, size, rejected, dropped, last_error)
+        return SpoolStats(*found)
 
     def purge(self) -> int:
         """Delete every kept histogram, pending and rejected, and return how many; uploaded ids stay known."""
