@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from spark_agent.consent import ask_once
 from spark_agent.context import AgentContext, warn_about_counting
 from spark_agent.errors import SparkError, UsageError
 from spark_agent.interrupts import interrupts_at_checks
@@ -61,6 +62,7 @@ def record_command(
     limit_bytes = parse_size(trace_limit, "--trace-limit")
     _check_trace(trace)
     path = context.model_path(model)
+    context = ask_once(context)
     try:
         _record(
             context,
