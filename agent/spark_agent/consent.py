@@ -24,8 +24,9 @@ def what_is_sent(service_url: str) -> str:
     """What a person consents to."""
     return (
         f"Routing counts can be sent to {service_url}, which builds your team's profiles from them.\n"
-        "Sent, for each session: how often each expert was chosen (prompts and answers apart), how soon again, and how\n"
-        "many choices missed video memory; the workload's name; a keyed hash of the session; the model's name and shape.\n"
+        "Sent, for each session: how often each expert was chosen (prompts and answers apart), how soon again, and\n"
+        "how many choices missed video memory; the workload's name; a keyed hash of the session; the model's name\n"
+        "and shape.\n"
         "Never sent: text, tokens, their order, file, host or user names, times.\n"
         "See the exact bytes at any time: spark-agent upload show. Change the answer: spark-agent upload consent."
     )

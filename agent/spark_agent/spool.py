@@ -18,7 +18,9 @@ from typing import Self
 
 from pydantic import ValidationError
 
+from spark_agent import spool_recorded
 from spark_agent.errors import RefusedError, SpoolError, SpoolFullError
+from spark_agent.recorded import Stretch
 from spark_agent.spool_file import explained, open_database, transaction
 from spark_schemas.histogram import SessionHistogram
 from spark_schemas.invariants import check_session
@@ -112,8 +114,10 @@ class Spool:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def add(self, model: ModelShape, session: SessionHistogram) -> bool:
+    def add(self, model: ModelShape, session: SessionHistogram, counted: Sequence[Stretch] = ()) -> bool:
         """Keep a session's counts; return once they would survive a power cut.
+
+        ``counted`` says which stretches of a recorded conversation they are of, for :meth:`recorded`.
 
         ``False``: the same counts are here already, were uploaded, or were rejected. Raises
         :class:`~spark_schemas.invariants.InvariantError` for counts that cannot be true and
@@ -136,6 +140,7 @@ class Spool:
         content_id = session.content_id(model.fingerprint)
         today = dt.datetime.now(dt.UTC).date().isoformat()
         with self._writing() as connection:
+            spool_recorded.note(connection, model.fingerprint, session, content_id, counted)
             if _is_known(connection, content_id):
                 return False
             connection.execute(
@@ -160,6 +165,11 @@ class Spool:
             )
             self._drop_oldest(connection)
         return True
+
+    def recorded(self, fingerprint: str, session_hash: str, workload: str) -> list[Stretch]:
+        """Return the stretches of a session's conversations whose counts are here or were uploaded."""
+        with self._reading() as connection:
+            return spool_recorded.of_session(connection, fingerprint, session_hash, workload)
 
     def pending(self, limit: int | None = None) -> list[PendingRow]:
         """Return the waiting rows, oldest first, without their counts."""
@@ -258,6 +268,7 @@ class Spool:
     def purge(self) -> int:
         """Delete every kept histogram, pending and rejected, and return how many; uploaded ids stay known."""
         with self._writing() as connection:
+            spool_recorded.forget(connection, "SELECT content_id FROM sessions UNION SELECT content_id FROM rejected")
             count = connection.execute("DELETE FROM sessions").rowcount
             count += connection.execute("DELETE FROM rejected").rowcount
             connection.execute("DELETE FROM models")
@@ -275,9 +286,14 @@ class Spool:
         """
         kept = "(SELECT coalesce(sum(bytes), 0) FROM sessions) + (SELECT coalesce(sum(bytes), 0) FROM rejected)"
         while connection.execute(f"SELECT {kept}").fetchone()[0] > self.max_bytes:
-            gone = connection.execute("DELETE FROM rejected WHERE id = (SELECT min(id) FROM rejected)").rowcount
+            oldest = "FROM rejected WHERE id = (SELECT min(id) FROM rejected)"
+            spool_recorded.forget(connection, f"SELECT content_id {oldest}")
+            gone = connection.execute(f"DELETE {oldest}").rowcount
             if not gone:
                 row_id, parcel = connection.execute("SELECT id, parcel FROM sessions ORDER BY id LIMIT 1").fetchone()
+                spool_recorded.forget(
+                    connection, "SELECT content_id FROM sessions WHERE id = ? OR parcel = ?", (row_id, parcel)
+                )
                 gone = connection.execute("DELETE FROM sessions WHERE id = ? OR parcel = ?", (row_id, parcel)).rowcount
             connection.execute("UPDATE notes SET value = value + ? WHERE name = 'dropped'", (gone,))
 

@@ -34,7 +34,7 @@ def on_a_terminal(typed: bytes, environment: dict[str, str] | None = None) -> tu
         env={**os.environ, **(environment or {})},
         start_new_session=True,
         # Ctrl-C goes to whoever has the terminal.
-        preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),  # noqa: PLW1509
+        preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
     ) as process:
         os.close(there)
         shown = b""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import datetime as dt
+
 import pytest
 
 from spark_agent.paths import config_path, spool_path
