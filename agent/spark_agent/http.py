@@ -8,15 +8,17 @@ that need no network quick.
 from __future__ import annotations
 
 import datetime as dt
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Self, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 from pydantic import BaseModel, ValidationError
 
 from spark_agent import __version__
+from spark_agent.answer_cache import AnswerCache, KeptAnswer
 from spark_agent.cutoff import CutOff
 from spark_agent.errors import (
     ConfigError,
@@ -24,6 +26,7 @@ from spark_agent.errors import (
     ServiceAnswerError,
     ServiceRefusedError,
     ServiceUnreachableError,
+    SparkError,
 )
 from spark_agent.service_url import is_loopback, normalise_service_url, protects_secrets
 from spark_schemas.api import API_PREFIX, PROBLEM_MEDIA_TYPE, Problem, ProfileList, UploadReceipt
@@ -34,7 +37,7 @@ from spark_schemas.signature import PINNED_HEADER, SIGNATURE_HEADER, SigningKeyI
 if TYPE_CHECKING:
     import httpx
 
-__all__ = ["ManifestAnswer", "ServiceClient"]
+__all__ = ["ManifestAnswer", "ServiceClient", "is_away"]
 
 MAX_ANSWER_BYTES = 32 * 2**20
 """A profile of a very large model is a few MiB."""
@@ -71,12 +74,18 @@ class ServiceClient:
     """Calls to one calibration service. Every method raises :class:`~spark_agent.errors.ServiceError` subclasses."""
 
     def __init__(
-        self, base_url: str, token: str | None = None, timeout_s: float = 30.0, *, offline: bool = False
+        self,
+        base_url: str,
+        token: str | None = None,
+        timeout_s: float = 30.0,
+        *,
+        offline: bool = False,
+        cache: AnswerCache | None = None,
     ) -> None:
         """Take the address and a token; nothing is sent yet.
 
         Raises :class:`ConfigError` for an address that is none, :class:`RefusedError` for a token that would travel
-        unencrypted. ``offline`` turns every call into a :class:`RefusedError`.
+        unencrypted. ``offline`` turns every call into a :class:`RefusedError`, but for what ``cache`` has of profiles.
         """
         try:
             self.base_url = normalise_service_url(base_url)
@@ -92,6 +101,10 @@ class ServiceClient:
         self._offline = offline
         self._client: httpx.Client | None = None
         self._cut_off = CutOff()
+        self._cache = cache
+        self.kept_age_s: float | None = None
+        """Seconds since the service gave the latest answer about profiles, if it is away and the answer a kept one."""
+        self.away_because: str | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -173,7 +186,7 @@ class ServiceClient:
     def profiles(self, fingerprint: str | None = None) -> ProfileList:
         """Return all profiles, or those of one model."""
         params = {} if fingerprint is None else {"fingerprint": fingerprint}
-        return self._parse(ProfileList, self._call("GET", "/profiles", params=params))
+        return self._kept(ProfileList, "/profiles", params)
 
     def profile(
         self,
@@ -187,10 +200,33 @@ class ServiceClient:
         """Return one profile with its held-out curves; names and windows as for manifests."""
         path = f"/profiles/{quote(fingerprint, safe='')}/{quote(workload, safe='')}"
         params = {"phase": phase} | _window_params(window_days, half_life_days)
-        found = self._parse(Profile, self._call("GET", path, params=params))
+        found = self._kept(Profile, path, params)
         got, asked = (found.fingerprint, found.workload, found.phase), (fingerprint, workload, phase)
         if got != asked:
             raise self._bad_answer(f"a profile for {got}, expected one for {asked}")
+        return found
+
+    def _kept(self, schema: type[_M], path: str, params: Mapping[str, str]) -> _M:
+        """Ask for what may be used again: only for what changed, and not at all while the service is away."""
+        url = f"{self.base_url}{path}?{urlencode(sorted(params.items()))}"
+        kept = None if self._cache is None else self._cache.get(url)
+        self.kept_age_s = self.away_because = None
+        headers = {} if kept is None or kept.etag is None else {"If-None-Match": kept.etag}
+        try:
+            answer = self._call("GET", path, params=params, headers=headers)
+        except (ServiceUnreachableError, ServiceRefusedError, RefusedError) as error:
+            if kept is None or not is_away(error):
+                raise
+            found = self._parse(schema, _Answer(200, {"content-type": "application/json"}, kept.content))
+            self.kept_age_s, self.away_because = time.time() - kept.at, str(error)
+            return found
+        etag = answer.headers.get("etag")
+        if answer.status == 304 and kept is not None and headers:
+            answer = _Answer(200, {"content-type": "application/json"}, kept.content)
+            etag = kept.etag
+        found = self._parse(schema, answer)
+        if self._cache is not None:
+            self._cache.put(url, KeptAnswer(answer.content, etag, time.time()))
         return found
 
     def _connected(self) -> httpx.Client:
@@ -319,6 +355,13 @@ class ServiceClient:
             f"the peer at {self.base_url} does not answer as a calibration service: found {found}",
             hint=hint or "check that the address is a calibration service",
         )
+
+
+def is_away(error: SparkError) -> bool:
+    """Whether a failure says nothing about the question: no connection, offline, a service in trouble."""
+    if isinstance(error, ServiceRefusedError):
+        return error.status >= 500 or error.status == 429
+    return isinstance(error, ServiceUnreachableError | RefusedError)
 
 
 def _window_params(window_days: int | None, half_life_days: float | None) -> dict[str, str]:
