@@ -60,6 +60,8 @@ class Cable:
         """Bytes to the service, and bytes back, that get through; ``None``: all."""
         self.passed = [0, 0]
         """Of the latest connection."""
+        self.on_limit: Callable[[], object] = lambda: None
+        """Called just before a connection breaks."""
         self._upstream = ("127.0.0.1", upstream_port)
 
     def talk(self, near: socket.socket) -> None:
@@ -77,6 +79,7 @@ class Cable:
                 source, target = ends[way], ends[1 - way]
                 limit = limits[way]
                 if limit == 0:
+                    self.on_limit()
                     cut()
                 with contextlib.suppress(OSError):
                     while data := source.recv(65536):
@@ -85,6 +88,7 @@ class Cable:
                         target.sendall(data)
                         self.passed[way] += len(data)
                         if self.passed[way] == limit:
+                            self.on_limit()
                             break
                 cut()
 

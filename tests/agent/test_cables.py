@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -138,5 +139,57 @@ def test_a_cut_for_every_byte_of_the_answer(cable, sizes, tmp_path, make_model, 
         wire.limits = (None, length)
         sender.flush()
     wire.limits = (None, None)
+    assert sender.flush() is None
+    assert sender.arrived() + sender.waiting() == sender.tokens
+
+
+KILLED = """
+import datetime as dt, pathlib, sys
+from spark_agent.config import Consent
+from spark_agent.env import Environment
+from spark_agent.http import ServiceClient
+from spark_agent.spool import Spool
+from spark_agent.upload import flush
+path, url = sys.argv[1:]
+with Spool.open(pathlib.Path(path)) as spool, ServiceClient(url) as client:
+    consent = Consent(True, dt.datetime.now(dt.UTC), url)
+    flush(spool, client, consent, environment=Environment(), minimum_tokens=120, ignore_waits=True, max_body_bytes=4096)
+"""
+
+
+@pytest.mark.parametrize(("way", "share"), [(0, 0.0), (0, 0.3), (0, 1.0), (1, 0.0), (1, 0.5), (1, 1.0)])
+def test_an_agent_killed_in_the_middle_loses_and_doubles_nothing(
+    cable, sizes, way, share, tmp_path, make_model, make_session
+) -> None:
+    wire, url = cable
+    workload = f"killed-{way}-{share}".replace(".", "-")
+    sender = Sender(tmp_path / "spool.db", url, workload, make_model, make_session)
+    sender.count(12)
+    limits: list[int | None] = [None, None]
+    limits[way] = int(sizes[way] * share)
+    wire.limits = (limits[0], limits[1])
+    for _ in range(2):
+        with subprocess.Popen([sys.executable, "-c", KILLED, str(sender.path), url]) as process:
+            wire.on_limit = process.kill
+        # 0: the end of the answer was there before the signal.
+        assert process.returncode in {0, -signal.SIGKILL}
+        sender.count(2)
+    wire.limits, wire.on_limit = (None, None), lambda: None
+    assert sender.flush() is None
+    assert sender.arrived() + sender.waiting() == sender.tokens
+
+
+def test_several_agents_on_one_spool_send_everything_once(port, tmp_path, make_model, make_session) -> None:
+    url = f"http://127.0.0.1:{port}"
+    sender = Sender(tmp_path / "spool.db", url, "several", make_model, make_session)
+    sender.count(10)
+    errors: list[str | None] = []
+    threads = [threading.Thread(target=lambda: errors.extend(sender.flush() for _ in range(3))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    sender.count(20)
+    for thread in threads:
+        thread.join()
+    assert errors == [None] * 12
     assert sender.flush() is None
     assert sender.arrived() + sender.waiting() == sender.tokens

@@ -136,7 +136,7 @@ def pull_profile_command(
     )
 
 
-def tell_age(context: AgentContext, client: ServiceClient) -> float | None:
+def _tell_age(context: AgentContext, client: ServiceClient) -> float | None:
     """Say of an answer that it is a kept one, and how old; return its age in seconds."""
     from spark_agent.pulling import age_text
 
@@ -178,7 +178,7 @@ def list_command(service: Service = None, json: Json = False) -> None:
     context = AgentContext.create(json_mode=json)
     with context.client(service) as client:
         profiles = client.profiles().profiles
-        age_s = tell_age(context, client)
+        age_s = _tell_age(context, client)
     context.output.result(
         {"profiles": [profile.model_dump(mode="json") for profile in profiles], "age_s": age_s},
         lambda: context.output.table(
@@ -223,7 +223,7 @@ def show_command(
     shape = read_model_shape(context.model_path(model))
     with context.client(service) as client:
         profile = client.profile(shape.fingerprint, name, phase, window_days=window_days, half_life_days=half_life_days)
-        age_s = tell_age(context, client)
+        age_s = _tell_age(context, client)
     rates = {(point.residency, point.policy): point for point in profile.curves}
     policies = sorted({policy for _, policy in rates})
     rows = [
