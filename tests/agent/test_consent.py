@@ -6,6 +6,7 @@ import io
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -23,11 +24,13 @@ ASK = (
 )
 
 
-def on_a_terminal(typed: bytes, environment: dict[str, str] | None = None) -> tuple[str, int]:
+def on_a_terminal(
+    typed: bytes, environment: dict[str, str] | None = None, command: tuple[str, ...] = (ASK,)
+) -> tuple[str, int]:
     """Start a process on a terminal of its own, type, and return what it showed and how it ended."""
     here, there = pty.openpty()
     with subprocess.Popen(
-        [sys.executable, "-c", ASK],
+        [sys.executable, "-c", *command],
         stdin=there,
         stdout=there,
         stderr=there,
@@ -91,6 +94,34 @@ def test_a_wish_not_to_be_tracked_is_not_questioned(name: str) -> None:
 def test_an_answer_for_another_service_is_an_answer(granted: bool) -> None:
     save_config(config_path(), Config().with_consent(granted, "https://elsewhere.example"))
     assert on_a_terminal(b"y\n") == ("", 0)
+
+
+AGENT = "from spark_agent.cli import main; main()"
+
+
+def test_record_asks_before_it_works(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("def mean(values):\n    return sum(values) / len(values)\n")
+    command = (AGENT, "record", "--sessions", str(tmp_path / "text.txt"), "--workload", "chat", "--threads", "1")
+    shown, code = on_a_terminal(b"n\n", command=command)
+    assert code == 0, shown
+    assert shown.index(QUESTION) < shown.index("recorded 1 session")
+    assert QUESTION not in on_a_terminal(b"", command=command)[0]
+
+
+def test_run_asks_before_it_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        command = (AGENT, "run", "--threads", "1", "-p", str(taken.getsockname()[1]))
+        shown, code = on_a_terminal(b"y\n", command=command)
+    assert code == 1, shown
+    assert shown.index(QUESTION) < shown.index("cannot listen on")
+    consent = load_config(config_path()).consent
+    assert consent is not None
+    assert consent.granted
+
+
+def test_a_dry_run_asks_nothing() -> None:
+    shown, code = on_a_terminal(b"", command=(AGENT, "run", "--dry-run"))
+    assert (code, QUESTION in shown) == (0, False), shown
 
 
 def test_without_a_terminal_nobody_is_asked(
