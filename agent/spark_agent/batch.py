@@ -190,7 +190,9 @@ def build_batches(
 
 
 def _batch(model: ModelShape, ready: Sequence[tuple[Parcel, SessionHistogram]]) -> Batch:
-    return Batch(model, tuple(parcel for parcel, _ in ready), tuple(session for _, session in ready))
+    # Row ids are in the order of time, which is nobody's business; keyed hashes are in none.
+    shuffled = sorted(ready, key=lambda pair: (pair[1].session_hash, pair[0].id))
+    return Batch(model, tuple(parcel for parcel, _ in shuffled), tuple(session for _, session in shuffled))
 
 
 def _load(spool: Spool, parcel: Parcel) -> SessionHistogram | Unreadable | None:
