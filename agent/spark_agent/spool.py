@@ -65,7 +65,7 @@ class PendingRow:
 
 @dataclass(frozen=True)
 class RejectedRow:
-    """A row the service (or a newer schema) will not take: kept aside with the reason, never retried."""
+    """A row the service (or a newer schema) will not take: kept aside until a person tries it again."""
 
     content_id: str
     fingerprint: str
@@ -138,7 +138,6 @@ class Spool:
                 hint="open it with a larger limit",
             )
         content_id = session.content_id(model.fingerprint)
-        today = dt.datetime.now(dt.UTC).date().isoformat()
         with self._writing() as connection:
             spool_recorded.note(connection, model.fingerprint, session, content_id, counted)
             if _is_known(connection, content_id):
@@ -148,21 +147,7 @@ class Spool:
                 "WHERE body <> excluded.body",
                 (model.fingerprint, model.model_dump_json()),
             )
-            connection.execute(
-                "INSERT INTO sessions (content_id, fingerprint, session_hash, workload, split, tokens, bytes, "
-                "created_day, body) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (
-                    content_id,
-                    model.fingerprint,
-                    session.session_hash,
-                    session.workload,
-                    session.split,
-                    session.tokens,
-                    size,
-                    today,
-                    body,
-                ),
-            )
+            self._insert(connection, content_id, model.fingerprint, session, size, body)
             self._drop_oldest(connection)
         return True
 
@@ -252,6 +237,23 @@ class Spool:
             connection.executemany("DELETE FROM sessions WHERE id = ?", keys)
             _note_error(connection, reason)
 
+    def restore_rejected(self) -> int:
+        """Let rows that were moved aside wait again, as the youngest, and return how many; unreadable ones stay."""
+        restored = 0
+        with self._writing() as connection:
+            found = connection.execute("SELECT id, content_id, fingerprint, bytes, body FROM rejected ORDER BY id")
+            for row_id, content_id, fingerprint, size, body in found.fetchall():
+                try:
+                    session = SessionHistogram.model_validate_json(body)
+                except ValidationError:
+                    continue
+                self._insert(connection, content_id, fingerprint, session, size, body)
+                connection.execute("DELETE FROM rejected WHERE id = ?", (row_id,))
+                restored += 1
+            if restored:
+                _note_error(connection, None)
+        return restored
+
     def stats(self) -> SpoolStats:
         """Return the counts and the latest error, from one moment."""
         with self._reading() as connection:
@@ -278,6 +280,31 @@ class Spool:
             connection.execute("PRAGMA incremental_vacuum").fetchall()
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         return count
+
+    @staticmethod
+    def _insert(
+        connection: sqlite3.Connection,
+        content_id: str,
+        fingerprint: str,
+        session: SessionHistogram,
+        size: int,
+        body: str,
+    ) -> None:
+        connection.execute(
+            "INSERT INTO sessions (content_id, fingerprint, session_hash, workload, split, tokens, bytes, "
+            "created_day, body) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                content_id,
+                fingerprint,
+                session.session_hash,
+                session.workload,
+                session.split,
+                session.tokens,
+                size,
+                dt.datetime.now(dt.UTC).date().isoformat(),
+                body,
+            ),
+        )
 
     def _drop_oldest(self, connection: sqlite3.Connection) -> None:
         """Get below the bound: rejected rows first, then the oldest rows, whole parcels at once.

@@ -213,6 +213,24 @@ def test_what_leaves_unsent_may_be_recorded_again(tmp_path: Path, make_model, ma
         assert known(spool) == [False, False, True, False], "what the service has stays known"
 
 
+def test_what_was_moved_aside_may_be_tried_again(spool: Spool, make_model, make_session):
+    model = make_model()
+    for seed in range(3):
+        assert spool.add(model, make_session(model, seed))
+    before = {row.content_id: (row.tokens, row.bytes, row.session_hash) for row in spool.pending()}
+    spool.seal(lambda rows: [rows])
+    spool.mark_rejected([row.id for row in spool.pending()], "not today")
+    alter(spool.path, "UPDATE rejected SET body = 'nonsense' WHERE id = 2")
+    assert spool.restore_rejected() == 2
+    rows = spool.pending()
+    assert [row.parcel for row in rows] == [None, None]
+    assert {(row.content_id, row.tokens, row.bytes, row.session_hash) for row in rows} <= {
+        (key, *value) for key, value in before.items()
+    }
+    assert (spool.stats().rejected, spool.stats().last_error) == (1, None)
+    assert spool.restore_rejected() == 0
+
+
 def test_the_memory_of_recordings_is_bounded(spool: Spool, make_model, make_session, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("spark_agent.spool_recorded.STRETCHES_KEPT", 5)
     monkeypatch.setattr("spark_agent.spool_recorded.MARKS_KEPT_BYTES", 100)

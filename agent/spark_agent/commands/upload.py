@@ -53,12 +53,24 @@ def show_command(minimum_tokens: MinimumTokens = MINIMUM_TOKENS) -> None:
 
 
 @upload_app.command("flush")
-def flush_command(service: Service = None, minimum_tokens: MinimumTokens = MINIMUM_TOKENS, json: Json = False) -> None:
+def flush_command(
+    service: Service = None,
+    minimum_tokens: MinimumTokens = MINIMUM_TOKENS,
+    rejected: Annotated[
+        bool, typer.Option("--rejected", help="Also what the service refused before, e.g. after an update.")
+    ] = False,
+    json: Json = False,
+) -> None:
     """Send what waits, now."""
-    from spark_agent.upload import flush
+    from spark_agent.upload import flush, require_permission
 
     context = AgentContext.create(json_mode=json)
     with context.spool() as spool, context.client(service) as client:
+        if rejected:
+            require_permission(
+                context.environment, context.config.consent, client.base_url, paused=context.config.paused
+            )
+            context.output.info(f"tried again: {counted(spool.restore_rejected(), 'rejected histogram')}")
         report = flush(
             spool,
             client,

@@ -132,6 +132,22 @@ def test_a_service_that_is_down_costs_nothing(agent_cli, filled, service, monkey
     assert "no answer" in status["last_error"]
 
 
+def test_what_was_refused_is_tried_again_when_told(agent_cli, filled, consented, service, make_problem):
+    service.refuse = lambda upload: make_problem(422, "Untrue")
+    agent_cli("upload", "flush", "--minimum-tokens", 100).failed(1, "Untrue")
+    aside = agent_cli("upload", "status", "--json").json["rejected"]
+    assert aside > 0
+    service.refuse = lambda upload: None
+    assert agent_cli("upload", "flush", "--minimum-tokens", 100).code == 0
+    assert agent_cli("upload", "status", "--json").json["rejected"] == aside
+    result = agent_cli("upload", "flush", "--minimum-tokens", 100, "--rejected", "--json")
+    assert f"tried again: {aside} rejected" in result.err
+    assert result.json["uploaded"] > 0
+    assert agent_cli("upload", "status", "--json").json["rejected"] == 0
+    agent_cli("upload", "consent", "--no")
+    agent_cli("upload", "flush", "--rejected").failed(3, "consent was refused")
+
+
 def test_the_status_says_when_it_goes_on(agent_cli, filled, consented, service, make_problem):
     service.script = [make_problem(429, "Slow down", {"Retry-After": "600"})]
     agent_cli("upload", "flush", "--minimum-tokens", 100).failed(1, "Slow down")
