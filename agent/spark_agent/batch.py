@@ -17,6 +17,7 @@ from spark_schemas.histogram import MAX_SESSIONS_PER_UPLOAD, HistogramUpload, Se
 from spark_schemas.model import ModelShape
 
 __all__ = [
+    "LONGEST_WAIT_S",
     "MAX_BODY_BYTES",
     "Batch",
     "Parcel",
@@ -29,6 +30,9 @@ __all__ = [
 
 MAX_BODY_BYTES = 4 * 2**20
 """Uncompressed bytes of a request body, unless a single histogram is larger."""
+
+LONGEST_WAIT_S = 4500.0
+"""Rows are never made to wait longer between two attempts."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,11 @@ class Parcel:
         return sum(row.tokens for row in self.rows)
 
     def is_due(self, now: float) -> bool:
-        """Whether no row has to wait beyond ``now`` (seconds since the epoch)."""
-        return all(row.next_try <= now for row in self.rows)
+        """Whether no row has to wait beyond ``now`` (seconds since the epoch).
+
+        A moment further ahead than any wait was set by a clock that has been corrected since.
+        """
+        return all(row.next_try <= now or row.next_try > now + LONGEST_WAIT_S for row in self.rows)
 
 
 @dataclass(frozen=True)
@@ -183,7 +190,9 @@ def build_batches(
 
 
 def _batch(model: ModelShape, ready: Sequence[tuple[Parcel, SessionHistogram]]) -> Batch:
-    return Batch(model, tuple(parcel for parcel, _ in ready), tuple(session for _, session in ready))
+    # Row ids are in the order of time, which is nobody's business; keyed hashes are in none.
+    shuffled = sorted(ready, key=lambda pair: (pair[1].session_hash, pair[0].id))
+    return Batch(model, tuple(parcel for parcel, _ in shuffled), tuple(session for _, session in shuffled))
 
 
 def _load(spool: Spool, parcel: Parcel) -> SessionHistogram | Unreadable | None:

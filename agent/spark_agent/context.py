@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from spark_agent.answer_cache import AnswerCache
 from spark_agent.config import Config, load_config
 from spark_agent.env import Environment
 from spark_agent.errors import UsageError
 from spark_agent.http import ServiceClient
 from spark_agent.identity import session_key
 from spark_agent.output import Output
-from spark_agent.paths import config_path, local_key_path, spool_path
+from spark_agent.paths import answers_dir, config_path, local_key_path, spool_path
 from spark_agent.service_url import normalise_service_url
 from spark_agent.spool import Spool
 
@@ -48,7 +49,12 @@ class AgentContext:
     def client(self, service_url: str | None = None) -> ServiceClient:
         """A client of the calibration service; close it."""
         token = self.environment.service_token or self.config.token
-        return ServiceClient(self.service_url(service_url), token, offline=self.environment.offline)
+        return ServiceClient(
+            self.service_url(service_url),
+            token,
+            offline=self.environment.offline,
+            cache=AnswerCache(answers_dir()),
+        )
 
     def spool(self) -> Spool:
         """The spool; close it."""

@@ -13,17 +13,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Self, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 from pydantic import BaseModel, ValidationError
 
 from spark_agent import __version__
+from spark_agent.answer_cache import AnswerCache, KeptAnswer
+from spark_agent.cutoff import CutOff
 from spark_agent.errors import (
     ConfigError,
     RefusedError,
     ServiceAnswerError,
     ServiceRefusedError,
     ServiceUnreachableError,
+    SparkError,
 )
 from spark_agent.service_url import is_loopback, normalise_service_url, protects_secrets
 from spark_schemas.api import API_PREFIX, PROBLEM_MEDIA_TYPE, Problem, ProfileList, UploadReceipt
@@ -34,11 +37,12 @@ from spark_schemas.signature import PINNED_HEADER, SIGNATURE_HEADER, SigningKeyI
 if TYPE_CHECKING:
     import httpx
 
-__all__ = ["ManifestAnswer", "ServiceClient"]
+__all__ = ["ManifestAnswer", "ServiceClient", "is_away"]
 
 MAX_ANSWER_BYTES = 32 * 2**20
 """A profile of a very large model is a few MiB."""
-MAX_ANSWER_S = 120.0
+MAX_EXCHANGE_S = 120.0
+"""From the connection to the last byte of the answer, however steadily it drips."""
 _MAX_SHOWN = 500
 """Characters of a peer's words repeated to a person."""
 _M = TypeVar("_M", bound=BaseModel)
@@ -70,12 +74,18 @@ class ServiceClient:
     """Calls to one calibration service. Every method raises :class:`~spark_agent.errors.ServiceError` subclasses."""
 
     def __init__(
-        self, base_url: str, token: str | None = None, timeout_s: float = 30.0, *, offline: bool = False
+        self,
+        base_url: str,
+        token: str | None = None,
+        timeout_s: float = 30.0,
+        *,
+        offline: bool = False,
+        cache: AnswerCache | None = None,
     ) -> None:
         """Take the address and a token; nothing is sent yet.
 
         Raises :class:`ConfigError` for an address that is none, :class:`RefusedError` for a token that would travel
-        unencrypted. ``offline`` turns every call into a :class:`RefusedError`.
+        unencrypted. ``offline`` turns every call into a :class:`RefusedError`, but for what ``cache`` has of profiles.
         """
         try:
             self.base_url = normalise_service_url(base_url)
@@ -90,6 +100,11 @@ class ServiceClient:
         self._timeout_s = timeout_s
         self._offline = offline
         self._client: httpx.Client | None = None
+        self._cut_off = CutOff()
+        self._cache = cache
+        self.kept_age_s: float | None = None
+        """Seconds since the service gave the latest answer about profiles, if it is away and the answer a kept one."""
+        self.away_because: str | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -102,6 +117,10 @@ class ServiceClient:
         if self._client is not None:
             self._client.close()
             self._client = None
+
+    def abort(self) -> None:
+        """End the call under way, and fail every later one with :class:`ServiceUnreachableError`; from any thread."""
+        self._cut_off.cut()
 
     def upload(self, body: bytes, content_encoding: str | None, idempotency_key: str) -> UploadReceipt:
         """Send a (compressed) ``HistogramUpload``; returns once the service has committed it."""
@@ -167,7 +186,7 @@ class ServiceClient:
     def profiles(self, fingerprint: str | None = None) -> ProfileList:
         """Return all profiles, or those of one model."""
         params = {} if fingerprint is None else {"fingerprint": fingerprint}
-        return self._parse(ProfileList, self._call("GET", "/profiles", params=params))
+        return self._kept(ProfileList, "/profiles", params)
 
     def profile(
         self,
@@ -181,13 +200,38 @@ class ServiceClient:
         """Return one profile with its held-out curves; names and windows as for manifests."""
         path = f"/profiles/{quote(fingerprint, safe='')}/{quote(workload, safe='')}"
         params = {"phase": phase} | _window_params(window_days, half_life_days)
-        found = self._parse(Profile, self._call("GET", path, params=params))
+        found = self._kept(Profile, path, params)
         got, asked = (found.fingerprint, found.workload, found.phase), (fingerprint, workload, phase)
         if got != asked:
             raise self._bad_answer(f"a profile for {got}, expected one for {asked}")
         return found
 
+    def _kept(self, schema: type[_M], path: str, params: Mapping[str, str]) -> _M:
+        """Ask for what may be used again: only for what changed, and not at all while the service is away."""
+        url = f"{self.base_url}{path}?{urlencode(sorted(params.items()))}"
+        kept = None if self._cache is None else self._cache.get(url)
+        self.kept_age_s = self.away_because = None
+        headers = {} if kept is None or kept.etag is None else {"If-None-Match": kept.etag}
+        try:
+            answer = self._call("GET", path, params=params, headers=headers)
+        except (ServiceUnreachableError, ServiceRefusedError, RefusedError) as error:
+            if kept is None or not is_away(error):
+                raise
+            found = self._parse(schema, _Answer(200, {"content-type": "application/json"}, kept.content))
+            self.kept_age_s, self.away_because = time.time() - kept.at, str(error)
+            return found
+        etag = answer.headers.get("etag")
+        if answer.status == 304 and kept is not None and headers:
+            answer = _Answer(200, {"content-type": "application/json"}, kept.content)
+            etag = kept.etag
+        found = self._parse(schema, answer)
+        if self._cache is not None:
+            self._cache.put(url, KeptAnswer(answer.content, etag, time.time()))
+        return found
+
     def _connected(self) -> httpx.Client:
+        from http.cookiejar import CookieJar, DefaultCookiePolicy
+
         import httpx
 
         if self._client is None:
@@ -204,6 +248,8 @@ class ServiceClient:
                 headers=headers,
                 timeout=httpx.Timeout(self._timeout_s, connect=min(self._timeout_s, 5.0)),
                 follow_redirects=False,
+                # A service could tell machines apart by them, whatever is left out of bodies.
+                cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
                 # A proxy has no business between this machine and itself.
                 trust_env=not is_loopback(self.base_url),
             )
@@ -225,12 +271,25 @@ class ServiceClient:
         client = self._connected()
         import httpx
 
+        cut_off = self._cut_off
         try:
-            with client.stream(method, path, params=params, headers=headers, content=content) as response:
+            with (
+                cut_off.within(MAX_EXCHANGE_S),
+                client.stream(
+                    method, path, params=params, headers=headers, content=content, extensions={"trace": cut_off.trace}
+                ) as response,
+            ):
                 body = self._read(response)
                 answer = _Answer(response.status_code, dict(response.headers), body)
+            if cut_off.expired or cut_off.was_cut:
+                # An answer that ends with the connection looks whole wherever it was cut.
+                raise httpx.ReadError("the connection was cut")
         except httpx.TransportError as error:
             reason = str(error) or type(error).__name__
+            if cut_off.was_cut:
+                reason = "given up, because this process is ending"
+            elif cut_off.expired:
+                reason = f"it did not finish its answer in {MAX_EXCHANGE_S:g} s"
             raise ServiceUnreachableError(
                 f"no answer from the calibration service at {self.base_url}: {reason[:_MAX_SHOWN]}",
                 hint="start one with `spark-service run --open`, or correct SPARKMOE_SERVICE_URL",
@@ -245,17 +304,11 @@ class ServiceClient:
     def _read(self, response: httpx.Response) -> bytes:
         if response.headers.get("content-encoding", "identity") != "identity":
             raise self._bad_answer("a compressed answer, expected it plain as asked")
-        deadline = time.monotonic() + MAX_ANSWER_S
         body = bytearray()
         for chunk in response.iter_raw():
             body += chunk
             if len(body) > MAX_ANSWER_BYTES:
                 raise self._bad_answer(f"more than {MAX_ANSWER_BYTES} bytes")
-            if time.monotonic() > deadline:
-                raise ServiceUnreachableError(
-                    f"the calibration service at {self.base_url} did not finish its answer in {MAX_ANSWER_S:g} s",
-                    hint="try again later",
-                )
         return bytes(body)
 
     def _parse(self, schema: type[_M], answer: _Answer, expected_status: int = 200) -> _M:
@@ -276,7 +329,7 @@ class ServiceClient:
 
     def _refusal(self, answer: _Answer) -> ServiceRefusedError:
         problem = _problem(answer)
-        retry_after_s = _retry_after_s(answer.headers.get("retry-after"))
+        retry_after_s = _retry_after_s(answer.headers.get("retry-after"), answer.headers.get("date"))
         message = f"the calibration service at {self.base_url} answered {answer.status}"
         if problem is None:
             return ServiceRefusedError(
@@ -304,6 +357,13 @@ class ServiceClient:
         )
 
 
+def is_away(error: SparkError) -> bool:
+    """Whether a failure says nothing about the question: no connection, offline, a service in trouble."""
+    if isinstance(error, ServiceRefusedError):
+        return error.status >= 500 or error.status == 429
+    return isinstance(error, ServiceUnreachableError | RefusedError)
+
+
 def _window_params(window_days: int | None, half_life_days: float | None) -> dict[str, str]:
     bounds = (("window_days", window_days), ("half_life_days", half_life_days))
     return {name: f"{days:.15g}" for name, days in bounds if days is not None}
@@ -319,16 +379,25 @@ def _problem(answer: _Answer) -> Problem | None:
         return None
 
 
-def _retry_after_s(value: str | None) -> float | None:
-    """Read either form of ``Retry-After``, seconds or an HTTP date; an unreadable one is as good as none."""
+def _retry_after_s(value: str | None, sent: str | None) -> float | None:
+    """Read either form of ``Retry-After``, seconds or an HTTP date; an unreadable one is as good as none.
+
+    ``sent`` is the answer's own ``Date``: a date is meant by the service's clock, which may be years from this one's.
+    """
     if value is None:
         return None
     if value.isascii() and value.isdigit():
         return float(min(int(value[:12]), 10**9))
-    try:
-        moment = parsedate_to_datetime(value)
-    except ValueError:
+    moment = _moment(value)
+    if moment is None:
         return None
-    if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=dt.UTC)
-    return max(0.0, (moment - dt.datetime.now(dt.UTC)).total_seconds())
+    now = (None if sent is None else _moment(sent)) or dt.datetime.now(dt.UTC)
+    return max(0.0, (moment - now).total_seconds())
+
+
+def _moment(text: str) -> dt.datetime | None:
+    try:
+        moment = parsedate_to_datetime(text)
+        return (moment if moment.tzinfo is not None else moment.replace(tzinfo=dt.UTC)).astimezone(dt.UTC)
+    except (ValueError, OverflowError, TypeError, IndexError):
+        return None

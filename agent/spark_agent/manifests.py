@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,7 @@ __all__ = ["Known", "ManifestStore", "PullKey", "find_manifest", "load_manifest"
 _OWN_MODE = 0o600
 _SHARED_MODE = 0o644
 """Of a file that a person asked for by name, to pass on: a manifest says nothing about anybody's sessions."""
+_REPLACED_KEPT = 100
 _MAX_STEM = 200
 """Characters of a file's name before .json; file systems take 255 bytes, and those written beside it have more."""
 
@@ -42,6 +44,14 @@ class PullKey:
     half_life_days: float | None = None
     """``None``: the service's own setting, whatever it is."""
 
+    def same_profile(self, other: PullKey) -> bool:
+        """Whether both questions are about one profile, whatever the budget."""
+        return (self.service_url, self.window_days, self.half_life_days) == (
+            other.service_url,
+            other.window_days,
+            other.half_life_days,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Known:
@@ -53,6 +63,15 @@ class Known:
     etag: str | None
     signed: SignedBy | None
     key: PullKey
+    pulled_at: float | None = None
+    """Seconds since the epoch when the service last said so; ``None`` in files of earlier versions."""
+    replaced: tuple[str, ...] = ()
+    """Profile revisions that later ones took the place of, oldest first."""
+
+    @property
+    def age_s(self) -> float | None:
+        """Seconds since the service last said so; negative after the clock was set back."""
+        return None if self.pulled_at is None else time.time() - self.pulled_at
 
 
 class _Pulled(BaseModel):
@@ -68,6 +87,8 @@ class _Pulled(BaseModel):
     half_life_days: float | None = None
     etag: str | None
     signed: SignedBy | None
+    pulled_at: float | None = None
+    replaced: tuple[str, ...] = ()
     content: str
 
     def known(self) -> Known:
@@ -86,6 +107,8 @@ class _Pulled(BaseModel):
                 self.window_days,
                 self.half_life_days,
             ),
+            self.pulled_at,
+            self.replaced,
         )
 
 
@@ -187,6 +210,8 @@ class ManifestStore:
         *,
         content: bytes | None = None,
         signed: SignedBy | None = None,
+        pulled_at: float | None = None,
+        replaced: tuple[str, ...] = (),
     ) -> Path:
         """Keep an answer, replacing the previous one at once; returns its path.
 
@@ -203,6 +228,8 @@ class ManifestStore:
             # A peer's header: what could not be sent back is not kept.
             etag=etag if etag is not None and etag.isascii() and etag.isprintable() else None,
             signed=signed,
+            pulled_at=pulled_at,
+            replaced=replaced[-_REPLACED_KEPT:],
             content=manifest.model_dump_json() if content is None else content.decode(),
         )
         _write(path, pulled.model_dump_json().encode(), _OWN_MODE)

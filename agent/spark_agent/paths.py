@@ -7,6 +7,7 @@ from pathlib import Path
 import platformdirs
 
 __all__ = [
+    "answers_dir",
     "config_dir",
     "config_path",
     "data_dir",
@@ -54,6 +55,11 @@ def local_key_path() -> Path:
 def manifests_dir() -> Path:
     """Folder of pulled placement manifests."""
     return data_dir() / "manifests"
+
+
+def answers_dir() -> Path:
+    """Folder of services' answers about profiles."""
+    return data_dir() / "answers"
 
 
 def service_keys_dir() -> Path:

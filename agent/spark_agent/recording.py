@@ -6,8 +6,9 @@ conversation longer than the context goes on in an emptied one, the way coding t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from spark_agent.transcripts import Transcript, Turn
 from spark_runtime.chat import ChatFormat
@@ -16,7 +17,7 @@ from spark_runtime.errors import ChatTemplateError
 from spark_runtime.session_counts import SessionCounts
 from spark_schemas.ids import Phase
 
-__all__ = ["DECODE_BATCH", "Segment", "record", "segments_of"]
+__all__ = ["DECODE_BATCH", "Segment", "record", "segments_of", "tokens_of"]
 
 DECODE_BATCH = 64
 """Known assistant tokens computed at once; bounds the logits to 64 rows, 39 MB for a vocabulary of 150,000."""
@@ -42,22 +43,30 @@ def segments_of(engine: Engine, chat: ChatFormat, transcript: Transcript, max_to
     return _cut(segments, max_tokens) if max_tokens else segments
 
 
+def tokens_of(segments: Sequence[Segment]) -> list[int]:
+    """All tokens of a session's segments, in order."""
+    return [token for segment in segments for token in segment.tokens]
+
+
 def record(
     engine: Engine,
-    segments: list[Segment],
+    segments: Sequence[Segment],
     *,
+    only: Sequence[tuple[int, int]] | None = None,
     keep_trace: bool = False,
     before_step: Callable[[], None] = lambda: None,
 ) -> SessionCounts:
     """Compute a session's segments in an empty context and return its counts.
 
+    ``only`` names the ranges of tokens to count, in order (``None``: all); what they do not need is not computed.
     ``before_step`` is called before every decode call; what it raises ends the recording.
     """
     session = SessionCounts(engine.shape, keep_trace=keep_trace)
+    ranges = [(0, sum(len(segment.tokens) for segment in segments))] if only is None else only
     engine.reset()
-    with engine.counting(session):
-        for segment in segments:
-            left = segment.tokens
+    for segment, counts in _pieces(segments, ranges, engine.n_ctx):
+        left = segment.tokens
+        with engine.counting(session if counts else None):
             while left:
                 if engine.n_past == engine.n_ctx:
                     engine.reset()
@@ -66,6 +75,28 @@ def record(
                 engine.feed(left[:room], segment.phase, batch=batch, before_step=before_step)
                 left = left[room:]
     return session
+
+
+def _pieces(
+    segments: Sequence[Segment], ranges: Sequence[tuple[int, int]], n_ctx: int
+) -> Iterator[tuple[Segment, bool]]:
+    """Cut segments where counting begins or ends, and say of each piece whether it counts.
+
+    What comes before the context that the first range is in, or after the last range, is left out.
+    """
+    if not ranges:
+        return
+    first, last = ranges[0][0] // n_ctx * n_ctx, ranges[-1][1]
+    bounds = sorted({first, last, *(bound for one in ranges for bound in one)})
+    begin = 0
+    for segment in segments:
+        end = begin + len(segment.tokens)
+        cuts = [begin, *(bound for bound in bounds if begin < bound < end), end]
+        for start, stop in pairwise(cuts):
+            if first <= start < stop <= last:
+                counts = any(low <= start and stop <= high for low, high in ranges)
+                yield Segment(segment.phase, segment.tokens[start - begin : stop - begin]), counts
+        begin = end
 
 
 def _windows(tokens: list[int], size: int) -> Iterator[list[int]]:

@@ -18,7 +18,9 @@ from typing import Self
 
 from pydantic import ValidationError
 
+from spark_agent import spool_recorded
 from spark_agent.errors import RefusedError, SpoolError, SpoolFullError
+from spark_agent.recorded import Stretch
 from spark_agent.spool_file import explained, open_database, transaction
 from spark_schemas.histogram import SessionHistogram
 from spark_schemas.invariants import check_session
@@ -63,7 +65,7 @@ class PendingRow:
 
 @dataclass(frozen=True)
 class RejectedRow:
-    """A row the service (or a newer schema) will not take: kept aside with the reason, never retried."""
+    """A row the service (or a newer schema) will not take: kept aside until a person tries it again."""
 
     content_id: str
     fingerprint: str
@@ -83,6 +85,8 @@ class SpoolStats:
     """Rows given up, ever, because the spool was full."""
     last_error: str | None
     """Of the latest attempt; ``None`` once one succeeded."""
+    next_try: float | None
+    """Seconds since the epoch of the earliest next attempt, if any row has failed before."""
 
 
 class Spool:
@@ -110,8 +114,10 @@ class Spool:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def add(self, model: ModelShape, session: SessionHistogram) -> bool:
+    def add(self, model: ModelShape, session: SessionHistogram, counted: Sequence[Stretch] = ()) -> bool:
         """Keep a session's counts; return once they would survive a power cut.
+
+        ``counted`` says which stretches of a recorded conversation they are of, for :meth:`recorded`.
 
         ``False``: the same counts are here already, were uploaded, or were rejected. Raises
         :class:`~spark_schemas.invariants.InvariantError` for counts that cannot be true and
@@ -132,8 +138,8 @@ class Spool:
                 hint="open it with a larger limit",
             )
         content_id = session.content_id(model.fingerprint)
-        today = dt.datetime.now(dt.UTC).date().isoformat()
         with self._writing() as connection:
+            spool_recorded.note(connection, model.fingerprint, session, content_id, counted)
             if _is_known(connection, content_id):
                 return False
             connection.execute(
@@ -141,23 +147,14 @@ class Spool:
                 "WHERE body <> excluded.body",
                 (model.fingerprint, model.model_dump_json()),
             )
-            connection.execute(
-                "INSERT INTO sessions (content_id, fingerprint, session_hash, workload, split, tokens, bytes, "
-                "created_day, body) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (
-                    content_id,
-                    model.fingerprint,
-                    session.session_hash,
-                    session.workload,
-                    session.split,
-                    session.tokens,
-                    size,
-                    today,
-                    body,
-                ),
-            )
+            self._insert(connection, content_id, model.fingerprint, session, size, body)
             self._drop_oldest(connection)
         return True
+
+    def recorded(self, fingerprint: str, session_hash: str, workload: str) -> list[Stretch]:
+        """Return the stretches of a session's conversations whose counts are here or were uploaded."""
+        with self._reading() as connection:
+            return spool_recorded.of_session(connection, fingerprint, session_hash, workload)
 
     def pending(self, limit: int | None = None) -> list[PendingRow]:
         """Return the waiting rows, oldest first, without their counts."""
@@ -240,21 +237,40 @@ class Spool:
             connection.executemany("DELETE FROM sessions WHERE id = ?", keys)
             _note_error(connection, reason)
 
+    def restore_rejected(self) -> int:
+        """Let rows that were moved aside wait again, as the youngest, and return how many; unreadable ones stay."""
+        restored = 0
+        with self._writing() as connection:
+            found = connection.execute("SELECT id, content_id, fingerprint, bytes, body FROM rejected ORDER BY id")
+            for row_id, content_id, fingerprint, size, body in found.fetchall():
+                try:
+                    session = SessionHistogram.model_validate_json(body)
+                except ValidationError:
+                    continue
+                self._insert(connection, content_id, fingerprint, session, size, body)
+                connection.execute("DELETE FROM rejected WHERE id = ?", (row_id,))
+                restored += 1
+            if restored:
+                _note_error(connection, None)
+        return restored
+
     def stats(self) -> SpoolStats:
         """Return the counts and the latest error, from one moment."""
         with self._reading() as connection:
-            pending, size, rejected, dropped, last_error = connection.execute(
+            found = connection.execute(
                 "SELECT (SELECT count(*) FROM sessions), "
                 "(SELECT coalesce(sum(bytes), 0) FROM sessions) + (SELECT coalesce(sum(bytes), 0) FROM rejected), "
                 "(SELECT count(*) FROM rejected), "
                 "(SELECT value FROM notes WHERE name = 'dropped'), "
-                "(SELECT value FROM notes WHERE name = 'last_error')"
+                "(SELECT value FROM notes WHERE name = 'last_error'), "
+                "(SELECT min(next_try) FROM sessions WHERE attempts > 0)"
             ).fetchone()
-        return SpoolStats(pending, size, rejected, dropped, last_error)
+        return SpoolStats(*found)
 
     def purge(self) -> int:
         """Delete every kept histogram, pending and rejected, and return how many; uploaded ids stay known."""
         with self._writing() as connection:
+            spool_recorded.forget(connection, "SELECT content_id FROM sessions UNION SELECT content_id FROM rejected")
             count = connection.execute("DELETE FROM sessions").rowcount
             count += connection.execute("DELETE FROM rejected").rowcount
             connection.execute("DELETE FROM models")
@@ -265,6 +281,31 @@ class Spool:
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         return count
 
+    @staticmethod
+    def _insert(
+        connection: sqlite3.Connection,
+        content_id: str,
+        fingerprint: str,
+        session: SessionHistogram,
+        size: int,
+        body: str,
+    ) -> None:
+        connection.execute(
+            "INSERT INTO sessions (content_id, fingerprint, session_hash, workload, split, tokens, bytes, "
+            "created_day, body) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                content_id,
+                fingerprint,
+                session.session_hash,
+                session.workload,
+                session.split,
+                session.tokens,
+                size,
+                dt.datetime.now(dt.UTC).date().isoformat(),
+                body,
+            ),
+        )
+
     def _drop_oldest(self, connection: sqlite3.Connection) -> None:
         """Get below the bound: rejected rows first, then the oldest rows, whole parcels at once.
 
@@ -272,9 +313,14 @@ class Spool:
         """
         kept = "(SELECT coalesce(sum(bytes), 0) FROM sessions) + (SELECT coalesce(sum(bytes), 0) FROM rejected)"
         while connection.execute(f"SELECT {kept}").fetchone()[0] > self.max_bytes:
-            gone = connection.execute("DELETE FROM rejected WHERE id = (SELECT min(id) FROM rejected)").rowcount
+            oldest = "FROM rejected WHERE id = (SELECT min(id) FROM rejected)"
+            spool_recorded.forget(connection, f"SELECT content_id {oldest}")
+            gone = connection.execute(f"DELETE {oldest}").rowcount
             if not gone:
                 row_id, parcel = connection.execute("SELECT id, parcel FROM sessions ORDER BY id LIMIT 1").fetchone()
+                spool_recorded.forget(
+                    connection, "SELECT content_id FROM sessions WHERE id = ? OR parcel = ?", (row_id, parcel)
+                )
                 gone = connection.execute("DELETE FROM sessions WHERE id = ? OR parcel = ?", (row_id, parcel)).rowcount
             connection.execute("UPDATE notes SET value = value + ? WHERE name = 'dropped'", (gone,))
 

@@ -19,9 +19,27 @@ from spark_agent.paths import ensure_private_dir
 
 __all__ = ["BUSY_TIMEOUT_S", "SCHEMA_VERSION", "explained", "open_database", "transaction"]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 BUSY_TIMEOUT_S = 10.0
 _APPLICATION_ID = 0x53504B31  # "SPK1"
+
+_SINCE_VERSION_2 = (
+    """
+    CREATE TABLE recorded (
+        seq INTEGER PRIMARY KEY AUTOINCREMENT,
+        fingerprint TEXT NOT NULL,
+        session_hash TEXT NOT NULL,
+        workload TEXT NOT NULL,
+        content_id TEXT NOT NULL,
+        start INTEGER NOT NULL,
+        stop INTEGER NOT NULL,
+        marks BLOB NOT NULL
+    ) STRICT
+    """,
+    "CREATE INDEX recorded_by_session ON recorded (session_hash)",
+    "CREATE INDEX recorded_by_content ON recorded (content_id)",
+    f"PRAGMA user_version = {SCHEMA_VERSION}",
+)
 
 # Bodies come last in their rows: counting bytes and planning never have to walk through them.
 _SCHEMA = (
@@ -60,7 +78,7 @@ _SCHEMA = (
     "CREATE TABLE notes (name TEXT PRIMARY KEY, value ANY) STRICT",
     "INSERT INTO notes VALUES ('dropped', 0), ('last_error', NULL)",
     f"PRAGMA application_id = {_APPLICATION_ID}",
-    f"PRAGMA user_version = {SCHEMA_VERSION}",
+    *_SINCE_VERSION_2,
 )
 
 _NO_ROOM = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE}
@@ -149,6 +167,9 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
         _check_identity(connection, path)  # Again: another process may have been faster.
         if connection.execute("PRAGMA application_id").fetchone()[0] == 0:
             for statement in _SCHEMA:
+                connection.execute(statement)
+        elif connection.execute("PRAGMA user_version").fetchone()[0] == 1:
+            for statement in _SINCE_VERSION_2:
                 connection.execute(statement)
 
 

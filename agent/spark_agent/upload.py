@@ -6,11 +6,13 @@ crash the same histograms are built again, and the service knows them by content
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from spark_agent.batch import (
+    LONGEST_WAIT_S,
     MAX_BODY_BYTES,
     Batch,
     Parcel,
@@ -44,6 +46,8 @@ _MAX_REFUSED_ALONE = 8
 """Histograms refused one by one in a flush before it stops: then the fault is hardly theirs."""
 _FIRST_WAIT_S = 30.0
 _MAX_WAIT_S = 3600.0
+_SPREAD = LONGEST_WAIT_S / _MAX_WAIT_S - 1.0
+"""Share by which a wait is drawn out at random: a team's machines must not come back all at once."""
 
 
 @dataclass(frozen=True)
@@ -191,6 +195,10 @@ class _Delivery:
                 if len(part.parcels) > 1:
                     waiting.extend(reversed(part.halves()))
                     continue
+                if not _is_services_own(error):
+                    # Something between here and the service: it cannot know what is wrong with a histogram.
+                    self._postpone([part, *waiting], error)
+                    return False
                 self.put_aside(part.ids, str(error))
                 self._refused_alone += 1
                 if self._refused_alone >= _MAX_REFUSED_ALONE:
@@ -211,10 +219,11 @@ class _Delivery:
     def _postpone(self, batches: list[Batch], error: ServiceError) -> None:
         self.last_error = str(error)
         asked = error.retry_after_s if isinstance(error, ServiceRefusedError) else None
+        drawn_out = 1.0 + random.uniform(0.0, _SPREAD)  # noqa: S311 (no secret)
         for batch in batches:
-            wait = max(_FIRST_WAIT_S * 2.0 ** min(batch.attempts, 20), asked or 0.0)
+            wait = min(max(_FIRST_WAIT_S * 2.0 ** min(batch.attempts, 20), asked or 0.0), _MAX_WAIT_S)
             moment = time.time() if self._now is None else self._now
-            self._spool.mark_failed(batch.ids, self.last_error, moment + min(wait, _MAX_WAIT_S))
+            self._spool.mark_failed(batch.ids, self.last_error, moment + wait * drawn_out)
 
     def _send(self, batch: Batch) -> UploadReceipt:
         # Together they cost 100 ms to import; most commands send nothing.
@@ -259,6 +268,10 @@ def _knows_no_measurements(error: ServiceError) -> bool:
     """Whether a service is from before version 2 of uploads: it names the version before anything else."""
     problem = error.problem if isinstance(error, ServiceRefusedError) else None
     return problem is not None and problem.field == "schema_version"
+
+
+def _is_services_own(error: ServiceError) -> bool:
+    return isinstance(error, ServiceRefusedError) and error.problem is not None
 
 
 def _blames_data(error: ServiceError) -> bool:

@@ -77,3 +77,15 @@ def test_rows_that_vanish_or_break_meanwhile(spool: Spool, make_model, make_sess
     assert "cannot be read" in unreadable.reason
     assert isinstance(batch, Batch)
     assert batch.ids == parcels[2].ids
+
+
+def test_a_request_does_not_tell_in_which_order_sessions_were(spool: Spool, make_model, make_session):
+    model = make_model()
+    for seed in range(20):
+        assert spool.add(model, make_session(model, seed))
+    (batch,) = build_batches(spool, plan(spool.pending(), 1)[0])
+    assert isinstance(batch, Batch)
+    hashes = [session.session_hash for session in batch.sessions]
+    assert hashes == sorted(hashes)
+    assert [parcel.rows[0].session_hash for parcel in batch.parcels] == hashes
+    assert list(batch.ids) != sorted(batch.ids)

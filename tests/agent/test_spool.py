@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from spark_agent.errors import SpoolError, SpoolFullError
+from spark_agent.recorded import stretches
 from spark_agent.spool import Spool
 from spark_agent.spool_file import SCHEMA_VERSION
 from spark_schemas.histogram import SessionHistogram
@@ -172,8 +173,74 @@ def test_a_database_of_something_else_is_left_alone(tmp_path: Path):
 
 def test_a_newer_schema_is_refused(spool: Spool):
     alter(spool.path, f"PRAGMA user_version = {SCHEMA_VERSION + 6}")
-    with pytest.raises(SpoolError, match="schema version 7, expected at most 1"):
+    with pytest.raises(SpoolError, match="schema version 8, expected at most 2"):
         Spool.open(spool.path)
+
+
+def test_a_spool_of_version_1_goes_on(spool: Spool, make_model, make_session):
+    model = make_model()
+    assert spool.add(model, make_session(model, 1))
+    alter(spool.path, "DROP TABLE recorded")
+    alter(spool.path, "PRAGMA user_version = 1")
+    spool.close()
+    for _ in range(2):
+        with Spool.open(spool.path) as opened:
+            assert opened.stats().pending == 1
+            assert opened.recorded(model.fingerprint, "a" * 64, "chat") == []
+    with Spool.open(spool.path) as opened:
+        assert not opened.add(model, make_session(model, 1), stretches(bytes(32), [1, 2], [(0, 2)]))
+        assert len(opened.recorded(model.fingerprint, make_session(model, 1).session_hash, "chat")) == 1
+
+
+def test_what_leaves_unsent_may_be_recorded_again(tmp_path: Path, make_model, make_session):
+    model = make_model()
+    sessions = [make_session(model, seed) for seed in range(4)]
+    room = 2 * max(len(session.model_dump_json()) for session in sessions)
+
+    def known(spool: Spool) -> list[bool]:
+        return [bool(spool.recorded(model.fingerprint, session.session_hash, "chat")) for session in sessions]
+
+    with Spool.open(tmp_path / "small.db", max_bytes=room) as spool:
+        for seed, session in enumerate(sessions):
+            assert spool.add(model, session, stretches(bytes(32), [seed] * 600, [(0, 600)]))
+        assert known(spool) == [False, False, True, True]
+        spool.mark_uploaded([spool.pending()[0].id])
+        spool.mark_rejected([spool.pending()[0].id], "bad")
+        assert known(spool) == [False, False, True, True]
+        assert spool.add(model, sessions[0], stretches(bytes(32), [0] * 600, [(0, 600)]))
+        assert known(spool) == [True, False, True, True]
+        spool.purge()
+        assert known(spool) == [False, False, True, False], "what the service has stays known"
+
+
+def test_what_was_moved_aside_may_be_tried_again(spool: Spool, make_model, make_session):
+    model = make_model()
+    for seed in range(3):
+        assert spool.add(model, make_session(model, seed))
+    before = {row.content_id: (row.tokens, row.bytes, row.session_hash) for row in spool.pending()}
+    spool.seal(lambda rows: [rows])
+    spool.mark_rejected([row.id for row in spool.pending()], "not today")
+    alter(spool.path, "UPDATE rejected SET body = 'nonsense' WHERE id = 2")
+    assert spool.restore_rejected() == 2
+    rows = spool.pending()
+    assert [row.parcel for row in rows] == [None, None]
+    assert {(row.content_id, row.tokens, row.bytes, row.session_hash) for row in rows} <= {
+        (key, *value) for key, value in before.items()
+    }
+    assert (spool.stats().rejected, spool.stats().last_error) == (1, None)
+    assert spool.restore_rejected() == 0
+
+
+def test_the_memory_of_recordings_is_bounded(spool: Spool, make_model, make_session, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("spark_agent.spool_recorded.STRETCHES_KEPT", 5)
+    monkeypatch.setattr("spark_agent.spool_recorded.MARKS_KEPT_BYTES", 100)
+    model = make_model()
+    for seed in range(12):
+        spool.add(model, make_session(model, seed), stretches(bytes(32), [seed] * 1000, [(0, 1000)]))
+    known = [
+        seed for seed in range(12) if spool.recorded(model.fingerprint, make_session(model, seed).session_hash, "chat")
+    ]
+    assert known == [9, 10, 11]
 
 
 def test_damage_found_later_is_explained(tmp_path: Path, make_model, make_session):

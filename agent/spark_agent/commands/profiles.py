@@ -9,6 +9,7 @@ import typer
 
 from spark_agent.commands.live_lines import live_lines
 from spark_agent.commands.profile_diff import diff_command
+from spark_agent.commands.pull_budget import DEFAULT_RESIDENCY, default_budget
 from spark_agent.context import AgentContext
 from spark_agent.errors import UsageError
 from spark_agent.output import Output, counted
@@ -19,8 +20,8 @@ from spark_schemas.mix import Mix
 from spark_schemas.signature import key_id_of
 
 if TYPE_CHECKING:
+    from spark_agent.http import ServiceClient
     from spark_schemas.manifest import PlacementManifest
-    from spark_schemas.model import ModelShape
     from spark_schemas.profile import CurvePoint, Profile
 
 __all__ = ["profiles_app", "pull_profile_command"]
@@ -52,103 +53,97 @@ HalfLifeDays = Annotated[
         help="A session is worth half after so many days, e.g. 30; 0: always as much. Left out: as the service is set.",
     ),
 ]
-DEFAULT_RESIDENCY = 0.6
 
 
 def pull_profile_command(
     name: Name,
     model: Model = None,
-    vram: Annotated[str | None, typer.Option(help="Video memory for the model, context and experts, e.g. 14G.")] = None,
+    vram: Annotated[
+        str | None,
+        typer.Option(
+            help="Video memory for the model, context and experts, e.g. 14G; left out: what a GPU has free but a "
+            "reserve, without one what 60% of the experts take."
+        ),
+    ] = None,
     ctx: Annotated[int, typer.Option(min=0, help="Context, tokens; 0: as trained, at most 8192.")] = 0,
     reserve: Annotated[str, typer.Option(help="Video memory to leave free within --vram.")] = "0",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write the manifest to this file.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the placement and store nothing.")] = False,
     window_days: WindowDays = None,
     half_life_days: HalfLifeDays = None,
+    accept_older: Annotated[
+        bool, typer.Option("--accept-older", help="Take a profile revision that the service had replaced before.")
+    ] = False,
     service: Service = None,
     json: Json = False,
 ) -> None:
     """Get the best placement of a model's experts for a workload, or a mix, within a memory budget.
 
+    While the service is away, what was pulled before is used and its age shown.
+
     The service signs it. Its key is pinned at the first pull and another one later is refused: see spark service-key.
     """
     from spark_agent.manifests import ManifestStore, PullKey, save_manifest
     from spark_agent.paths import manifests_dir
+    from spark_agent.pulling import Question, pull
     from spark_agent.trust import ManifestTrust
     from spark_runtime.engine import context_for
-    from spark_runtime.manifest_check import check_manifest
     from spark_runtime.model_shape import read_model_shape
 
     context = AgentContext.create(json_mode=json)
     name = check_profile_name(name)
-    shape = read_model_shape(context.model_path(model))
+    path = context.model_path(model)
+    shape = read_model_shape(path)
     n_ctx = context_for(shape, ctx)
     reserve_bytes = parse_size(reserve, "--reserve")
     vram_bytes = (
-        parse_size(vram, "--vram") if vram is not None else _default_budget(context, shape, n_ctx, reserve_bytes)
+        parse_size(vram, "--vram") if vram is not None else default_budget(context, path, shape, n_ctx, reserve_bytes)
     )
     if not 1 <= vram_bytes <= MAX_COUNT:
         raise UsageError(f"--vram: found {vram_bytes} bytes, expected 1 to {MAX_COUNT}", "e.g. --vram 14G")
-    store = ManifestStore(manifests_dir())
-    trust = ManifestTrust.of_this_machine(context.environment)
     with context.client(service) as client:
         key = PullKey(client.base_url, vram_bytes, n_ctx, reserve_bytes, window_days, half_life_days)
-        known = store.known(shape.fingerprint, name, key)
-        if known is not None and known.signed is not None and not known.signed.covers(known.content):
-            context.output.warning("what was pulled before was altered since: pulling it again")
-            known = None
-        answer = client.manifest(
-            shape.fingerprint,
-            name,
-            vram_bytes=vram_bytes,
-            n_ctx=n_ctx,
-            reserve_bytes=reserve_bytes,
-            phase="decode",
-            sibling=shape.sibling,
-            window_days=window_days,
-            half_life_days=half_life_days,
-            etag=known.etag if known else None,
+        pulled = pull(
+            client,
+            Question(shape, name, key, budget_is_given=vram is not None),
+            ManifestStore(manifests_dir()),
+            ManifestTrust.of_this_machine(context.environment),
+            context.output.info,
+            keep=not dry_run,
+            accept_older=accept_older,
         )
-        manifest, content, signature = answer.manifest, answer.content, answer.signature
-        if manifest is None:
-            if known is None:
-                raise AssertionError("the client takes 'not modified' only when it sent an ETag")
-            manifest, content = known.manifest, known.content
-            # An answer without a body may leave out what has not changed.
-            signature = signature or (known.signed.signature if known.signed else None)
-        signed = trust.check_answer(client, content, signature, context.output.info, pin=not dry_run)
-    check_manifest(manifest, shape)
-    if answer.pinned is not None:
-        context.output.info(f"the service has revision {answer.pinned[:12]} pinned: there may be a newer one")
-    if not dry_run:
-        stored = store.put(manifest, key, answer.etag, content=content, signed=signed)
-        context.output.info(f"{'unchanged' if answer.manifest is None else 'stored'}: {stored}")
+    if pulled.path is not None and not dry_run:
+        if pulled.age_s is None:
+            context.output.info(f"{'stored' if pulled.is_new else 'unchanged'}: {pulled.path}")
         if output is not None:
-            save_manifest(output, content, signed)
-    expected = manifest.expected
+            save_manifest(output, pulled.content, pulled.signed)
+    expected = pulled.manifest.expected
     context.output.result(
         {
-            "manifest": manifest.model_dump(mode="json"),
+            "manifest": pulled.manifest.model_dump(mode="json"),
             "expected_cold_hit_rate": expected.cold_hit_rate if expected else None,
             "interval": [expected.low, expected.high] if expected else None,
-            "verdict": manifest.verdict,
-            "bytes": manifest.bytes.model_dump(),
+            "verdict": pulled.manifest.verdict,
+            "bytes": pulled.manifest.bytes.model_dump(),
             "source": key.service_url,
-            "signed_by": key_id_of(signed.key) if signed else None,
+            "from_cache": pulled.age_s is not None,
+            "age_s": pulled.age_s,
+            "signed_by": key_id_of(pulled.signed.key) if pulled.signed else None,
             "window_days": window_days,
             "half_life_days": half_life_days,
         },
-        lambda: _print_manifest(context.output, manifest),
+        lambda: _print_manifest(context.output, pulled.manifest),
     )
 
 
-def _default_budget(context: AgentContext, shape: ModelShape, n_ctx: int, reserve_bytes: int) -> int:
-    from spark_runtime.placement import layer_sizes, residency_budget
+def _tell_age(context: AgentContext, client: ServiceClient) -> float | None:
+    """Say of an answer that it is a kept one, and how old; return its age in seconds."""
+    from spark_agent.pulling import age_text
 
-    experts = residency_budget(layer_sizes(shape), DEFAULT_RESIDENCY)
-    total = shape.core_bytes + shape.context_bytes(n_ctx) + reserve_bytes + experts
-    context.output.info(f"no --vram: planning for {DEFAULT_RESIDENCY:.0%} of the experts, {format_size(total)} in all")
-    return total
+    if client.kept_age_s is not None:
+        context.output.warning(f"{client.away_because}")
+        context.output.info(f"this is what the service said {age_text(client.kept_age_s)}")
+    return client.kept_age_s
 
 
 def _print_manifest(output: Output, manifest: PlacementManifest) -> None:
@@ -183,8 +178,9 @@ def list_command(service: Service = None, json: Json = False) -> None:
     context = AgentContext.create(json_mode=json)
     with context.client(service) as client:
         profiles = client.profiles().profiles
+        age_s = _tell_age(context, client)
     context.output.result(
-        {"profiles": [profile.model_dump(mode="json") for profile in profiles]},
+        {"profiles": [profile.model_dump(mode="json") for profile in profiles], "age_s": age_s},
         lambda: context.output.table(
             ["workload", "phase", "model", "fingerprint", "calibration", "held out", "verdict", "traffic"],
             [
@@ -227,6 +223,7 @@ def show_command(
     shape = read_model_shape(context.model_path(model))
     with context.client(service) as client:
         profile = client.profile(shape.fingerprint, name, phase, window_days=window_days, half_life_days=half_life_days)
+        age_s = _tell_age(context, client)
     rates = {(point.residency, point.policy): point for point in profile.curves}
     policies = sorted({policy for _, policy in rates})
     rows = [
@@ -246,6 +243,7 @@ def show_command(
             "verdict_reason": profile.verdict_reason,
             "revision": profile.revision,
             "workload": profile.workload,
+            "age_s": age_s,
             "mismatch": [row.model_dump(mode="json") for row in profile.mismatch],
             "window_days": window_days,
             "half_life_days": half_life_days,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from spark_agent.consent import ask_once
 from spark_agent.context import AgentContext, warn_about_counting
 from spark_agent.errors import SparkError, UsageError
 from spark_agent.interrupts import interrupts_at_checks
@@ -20,6 +21,9 @@ from spark_agent.tiering import MOST_THREADS, TierOptions, plan_for, planned_opt
 from spark_agent.transcripts import Skipped, Transcript, read_transcripts
 from spark_agent.workload_name import check_workload_name
 
+if TYPE_CHECKING:
+    from spark_agent.recording import Segment
+
 __all__ = ["record_command"]
 
 
@@ -28,9 +32,24 @@ class _Report:
     sessions: int = 0
     tokens_prefill: int = 0
     tokens_decode: int = 0
+    tokens_new: int = 0
     known: int = 0
+    grown: int = 0
     skipped: list[dict[str, str]] = field(default_factory=list)
     workloads: dict[str, int] = field(default_factory=dict)
+
+    def note(self, workload: str, segments: Sequence[Segment], new: int) -> None:
+        """Take a session of which so many tokens were new."""
+        self.sessions += 1
+        self.workloads[workload] = self.workloads.get(workload, 0) + 1
+        tokens = {"prefill": 0, "decode": 0}
+        for segment in segments:
+            tokens[segment.phase] += len(segment.tokens)
+        self.tokens_prefill += tokens["prefill"]
+        self.tokens_decode += tokens["decode"]
+        self.tokens_new += new
+        self.known += not new
+        self.grown += 0 < new < sum(tokens.values())
 
 
 def record_command(
@@ -61,6 +80,7 @@ def record_command(
     limit_bytes = parse_size(trace_limit, "--trace-limit")
     _check_trace(trace)
     path = context.model_path(model)
+    context = ask_once(context)
     try:
         _record(
             context,
@@ -87,12 +107,14 @@ def record_command(
             "sessions": report.sessions,
             "tokens_prefill": report.tokens_prefill,
             "tokens_decode": report.tokens_decode,
+            "tokens_new": report.tokens_new,
             "known": report.known,
+            "grown": report.grown,
             "skipped": report.skipped,
             "workloads": report.workloads,
         },
         f"recorded {counted(report.sessions, 'session')} ({summary}): {report.tokens_prefill} prefill and "
-        f"{report.tokens_decode} decode tokens; {report.known} were known already",
+        f"{report.tokens_decode} decode tokens; {report.known} were known already, of {report.grown} a part",
     )
 
 
@@ -135,7 +157,8 @@ def _record(
     threads: int,
     demo: bool,
 ) -> None:
-    from spark_agent.recording import DECODE_BATCH, record, segments_of
+    from spark_agent.recorded import missing, stretches
+    from spark_agent.recording import DECODE_BATCH, record, segments_of, tokens_of
     from spark_agent.traces import SessionTrace, TraceFolder
     from spark_runtime.chat import ChatFormat
     from spark_runtime.engine import Engine, context_for
@@ -159,28 +182,35 @@ def _record(
     ):
         warn_about_counting(context, engine)
         warn_about_tiers(context, engine)
-        hash_of = _session_hashes(context, demo=demo)
+        key = context.session_key()
+        hash_of = _session_hashes(key, demo=demo)
+        dropped = spool.stats().dropped
         chat = ChatFormat(engine)
         for workload, item in work:
             if isinstance(item, Skipped):
                 report.skipped.append({"source": str(item.source), "reason": item.reason})
                 continue
             segments = segments_of(engine, chat, item, max_tokens)
-            counts = record(engine, segments, keep_trace=trace is not None, before_step=check_interrupt)
-            hashed = hash_of(item)
-            histogram = counts.to_histogram(hashed, workload)
-            if histogram is None:
+            tokens = tokens_of(segments)
+            if not tokens:
                 report.skipped.append({"source": str(item.source), "reason": "no tokens"})
                 continue
-            report.known += not spool.add(engine.shape, histogram)
-            report.sessions += 1
-            report.workloads[workload] = report.workloads.get(workload, 0) + 1
-            report.tokens_prefill += counts.tokens["prefill"]
-            report.tokens_decode += counts.tokens["decode"]
+            hashed = hash_of(item)
+            left = missing(key, tokens, spool.recorded(engine.shape.fingerprint, hashed, workload))
+            is_new = left == [(0, len(tokens))]
             if traces is not None:
+                counts = record(engine, segments, keep_trace=True, before_step=check_interrupt)
                 decode, ids = counts.token_trace()
                 traces.add(SessionTrace(hashed, workload, ids, decode))
+            if left and (traces is None or not is_new):
+                counts = record(engine, segments, only=left, before_step=check_interrupt)
+            histogram = counts.to_histogram(hashed, workload) if left else None
+            added = histogram is not None and spool.add(engine.shape, histogram, stretches(key, tokens, left))
+            report.note(workload, segments, sum(end - start for start, end in left) if added else 0)
             advance(1)
+        dropped = spool.stats().dropped - dropped
+    if dropped:
+        context.output.warning(f"the spool was full: {counted(dropped, 'histogram')}, the oldest, had to leave it")
     if traces is not None and traces.removed:
         context.output.warning(
             f"{counted(traces.removed, 'file')} of older traces left {trace}, which may take "
@@ -188,7 +218,7 @@ def _record(
         )
 
 
-def _session_hashes(context: AgentContext, *, demo: bool) -> Callable[[Transcript], str]:
+def _session_hashes(key: bytes, *, demo: bool) -> Callable[[Transcript], str]:
     if demo:
         from spark_agent.demo.sessions import demo_session_hash
 
@@ -196,7 +226,6 @@ def _session_hashes(context: AgentContext, *, demo: bool) -> Callable[[Transcrip
         return demo_session_hash
     from spark_agent.identity import session_hash
 
-    key = context.session_key()
     return lambda transcript: session_hash(key, transcript.lineage)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from spark_agent.consent import ask_once
 from spark_agent.context import AgentContext, warn_about_counting
 from spark_agent.errors import RefusedError, SparkError
 from spark_agent.manifests import find_manifest
@@ -103,6 +104,7 @@ def run_command(
         _show_plan(context, path, shape, n_ctx, plan, placement)
         return
     address = host if host is not None else context.environment.host
+    context = ask_once(context)
     _serve(
         context,
         _Load(path, file, shape, tiers, placement, n_ctx, threads),

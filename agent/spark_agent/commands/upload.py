@@ -7,8 +7,9 @@ from typing import Annotated
 import typer
 
 from spark_agent.config import save_config
+from spark_agent.consent import what_is_sent
 from spark_agent.context import AgentContext
-from spark_agent.errors import SparkError, UsageError
+from spark_agent.errors import RefusedError, SparkError, UsageError
 from spark_agent.output import counted
 from spark_agent.paths import config_path
 from spark_agent.privacy import MINIMUM_TOKENS
@@ -52,12 +53,24 @@ def show_command(minimum_tokens: MinimumTokens = MINIMUM_TOKENS) -> None:
 
 
 @upload_app.command("flush")
-def flush_command(service: Service = None, minimum_tokens: MinimumTokens = MINIMUM_TOKENS, json: Json = False) -> None:
+def flush_command(
+    service: Service = None,
+    minimum_tokens: MinimumTokens = MINIMUM_TOKENS,
+    rejected: Annotated[
+        bool, typer.Option("--rejected", help="Also what the service refused before, e.g. after an update.")
+    ] = False,
+    json: Json = False,
+) -> None:
     """Send what waits, now."""
-    from spark_agent.upload import flush
+    from spark_agent.upload import flush, require_permission
 
     context = AgentContext.create(json_mode=json)
     with context.spool() as spool, context.client(service) as client:
+        if rejected:
+            require_permission(
+                context.environment, context.config.consent, client.base_url, paused=context.config.paused
+            )
+            context.output.info(f"tried again: {counted(spool.restore_rejected(), 'rejected histogram')}")
         report = flush(
             spool,
             client,
@@ -74,6 +87,7 @@ def flush_command(service: Service = None, minimum_tokens: MinimumTokens = MINIM
             "duplicates": report.duplicates,
             "held_back": report.held_back,
             "rejected": report.rejected,
+            "dropped": stats.dropped,
             "pending": stats.pending,
             "bytes": stats.bytes,
             "last_error": report.last_error,
@@ -124,10 +138,7 @@ def consent_command(
     if not yes and not no:
         if not sys.stdin.isatty():
             raise UsageError("nobody is there to ask: not a terminal", "pass --yes or --no")
-        context.output.info(
-            f"To {address}: how often each expert was chosen per session, and a keyed hash of the session.\n"
-            "No text, no tokens, no order, no file or host names. `spark-agent upload show` prints the exact bytes."
-        )
+        context.output.info(what_is_sent(address))
         yes = typer.confirm("Send these counts?", default=False, err=True)
     config = context.config.with_consent(yes, address)
     save_config(config_path(), config)
@@ -159,19 +170,32 @@ def purge_command(
 
 
 def _report_status(context: AgentContext, service: str | None = None) -> None:
+    from spark_agent.batch import plan
+    from spark_agent.upload import require_permission
+
     address = context.service_url(service)
     with context.spool() as spool:
         stats = spool.stats()
         rejected = spool.rejected()
+        held_back = len(plan(spool.pending(), MINIMUM_TOKENS)[1])
+    try:
+        require_permission(context.environment, context.config.consent, address, paused=context.config.paused)
+        refusal = None
+    except RefusedError as error:
+        refusal = str(error)
+    next_attempt = _moment(stats.next_try)
     consent = context.config.consent
     state = "never asked" if consent is None else "granted" if consent.granted else "refused"
     lines = [
         f"pending   {counted(stats.pending, 'histogram')}, {stats.bytes} bytes",
+        f"held back {held_back} (under {MINIMUM_TOKENS} tokens until there are more to merge them with)",
         f"rejected  {stats.rejected}",
         f"dropped   {stats.dropped} (the spool was full)",
         f"consent   {state}" + (f" for {consent.service_url} on {consent.at:%Y-%m-%d}" if consent else ""),
         *(["paused    until `spark-agent upload pause --off`"] if context.config.paused else []),
         f"service   {address}",
+        f"uploads   {'on' if refusal is None else 'off: ' + refusal}",
+        f"next try  {next_attempt or 'with the next flush'}",
         f"error     {stats.last_error or 'none'}",
         *(f"rejected {row.content_id[:12]}: {row.reason}" for row in rejected[:5]),
     ]
@@ -179,12 +203,28 @@ def _report_status(context: AgentContext, service: str | None = None) -> None:
         {
             "pending": stats.pending,
             "bytes": stats.bytes,
+            "held_back": held_back,
             "rejected": stats.rejected,
             "dropped": stats.dropped,
             "last_error": stats.last_error,
+            "next_attempt_at": next_attempt,
+            "allowed": refusal is None,
+            "refused_because": refusal,
             "consent": consent.granted if consent else None,
             "paused": context.config.paused,
             "service_url": address,
         },
         "\n".join(lines),
     )
+
+
+def _moment(epoch_s: float | None) -> str | None:
+    """When to try again, for people and machines; ``None`` for what no clock can have meant."""
+    import datetime as dt
+    import time
+
+    from spark_agent.batch import LONGEST_WAIT_S
+
+    if epoch_s is None or not 0 <= epoch_s - time.time() <= LONGEST_WAIT_S:
+        return None
+    return dt.datetime.fromtimestamp(epoch_s, dt.UTC).isoformat(timespec="seconds")

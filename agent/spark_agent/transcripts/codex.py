@@ -16,8 +16,35 @@ from spark_agent.transcripts.model import Parsed, Problems, Role, TurnList, Unus
 
 __all__ = ["is_codex", "read_codex"]
 
-_ENVELOPES = frozenset({"session_meta", "response_item", "event_msg", "turn_context", "world_state", "compacted"})
+_ENVELOPES = frozenset({
+    "compacted",
+    "event_msg",
+    "inter_agent_communication",
+    "inter_agent_communication_metadata",
+    "realtime_item",
+    "response_item",
+    "security_risk_score",
+    "session_meta",
+    "session_state",
+    "turn_context",
+    "world_state",
+})  # fmt: skip
 _BARE_ITEMS = frozenset({"message", "reasoning", "function_call", "function_call_output", "local_shell_call"})
+_CALLS = {"function_call": "arguments", "custom_tool_call": "input", "mcp_call": "arguments"}
+_ACTIONS = frozenset({"local_shell_call", "web_search_call"})
+_OUTPUTS = frozenset({"custom_tool_call_output", "function_call_output", "local_shell_call_output"})
+_NO_TEXT = frozenset({
+    "compaction",
+    "compaction_summary",
+    "compaction_trigger",
+    "context_compaction",
+    "ghost_snapshot",
+    "image_generation_call",
+    "item_reference",
+    "other",
+    "tool_search_call",
+    "tool_search_output",
+})  # fmt: skip
 _ROLES: dict[str, Role] = {"user": "user", "assistant": "assistant", "developer": "system", "system": "system"}
 
 
@@ -59,6 +86,9 @@ class _Reader:
                 self._item(number, payload)
             else:
                 self._event(number, payload)
+        elif kind == "compacted":
+            # The model goes on from its own summary.
+            self.items.add("user", _text_of(_member(record.get("payload"), "message")))
         elif kind not in _ENVELOPES:
             self._item(number, record)
 
@@ -69,14 +99,19 @@ class _Reader:
         elif kind == "message":
             self._message(number, item)
         elif kind == "reasoning":
-            self.items.add("assistant", _text_of(item.get("summary")))
-        elif kind in ("function_call", "custom_tool_call"):
-            call = item.get("arguments", item.get("input"))
-            self.items.add("assistant", f"{_text_of(item.get('name'))} {_text_of(call)}")
-        elif kind == "local_shell_call":
-            self.items.add("assistant", json.dumps(item.get("action"), ensure_ascii=False))
-        elif kind in ("function_call_output", "custom_tool_call_output"):
+            # The thoughts themselves, where the provider gives them; else what it gives in their place.
+            self.items.add("assistant", _text_of(item.get("content")) or _text_of(item.get("summary")))
+        elif kind in _CALLS:
+            self.items.add("assistant", f"{_text_of(item.get('name'))} {_text_of(item.get(_CALLS[kind]))}")
             self.items.add("tool", _output_text(item.get("output")))
+        elif kind in _ACTIONS:
+            self.items.add("assistant", json.dumps(item.get("action"), ensure_ascii=False))
+        elif kind in _OUTPUTS:
+            self.items.add("tool", _output_text(item.get("output")))
+        elif kind == "agent_message":
+            self.items.add("user", _text_of(item.get("content")))
+        elif kind not in _NO_TEXT:
+            self.problems.unknown(number, "an item", kind)
 
     def _message(self, number: int, item: dict[str, object]) -> None:
         role, content = _ROLES.get(_text_of(item.get("role"))), item.get("content")
@@ -119,6 +154,10 @@ def read_codex(lines: Iterable[tuple[int, dict[str, object]]], problems: Problem
         detail = f" ({problems.summary()})" if problems.count else ""
         raise UnusableError(f"found no text to use, expected user or assistant messages{detail}")
     return Parsed(turns, root.lineage(turns[0].text), problems)
+
+
+def _member(value: object, name: str) -> object:
+    return value.get(name) if isinstance(value, dict) else None
 
 
 def _text_of(value: object) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -18,6 +20,10 @@ __all__ = [
     "UnusableError",
     "describe",
 ]
+
+_MOST_KINDS = 12
+_NUMBER = re.compile(r"\d[\d,]*")
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,39}", re.ASCII)
 
 Role = Literal["system", "user", "assistant", "tool", "text"]
 
@@ -62,21 +68,35 @@ class UnusableError(Exception):
 
 @dataclass(slots=True)
 class Problems:
-    """Counts lines that could not be used and remembers the first."""
+    """Counts lines that could not be used, by kind, and remembers the first."""
 
     count: int = 0
     first: str = ""
+    kinds: Counter[str] = field(default_factory=Counter)
+    """Lines by what was found."""
 
     def add(self, line: int, what: str) -> None:
         """Count one line; ``what`` says what was found and what was expected."""
         self.count += 1
         if not self.first:
             self.first = f"line {line}: {what}"
+        kind = _NUMBER.sub("…", what.partition(", expected")[0].removeprefix("found "))
+        # A hostile file may name a new kind on every line.
+        if kind not in self.kinds and len(self.kinds) >= _MOST_KINDS:
+            kind = "others"
+        self.kinds[kind] += 1
+
+    def unknown(self, line: int, what: str, name: str) -> None:
+        """Count one line, or a part of it, of a type that this version does not know."""
+        self.add(line, f"found {what} of unknown type {name if _NAME.fullmatch(name) else 'with no plain name'}")
 
     def summary(self) -> str:
-        """Say how many lines and show the first."""
+        """Say how many lines, of which kinds, and show the first."""
         lines = "1 line" if self.count == 1 else f"{self.count} lines"
-        return f"{lines} not used; {'it is' if self.count == 1 else 'the first is'} {self.first}"
+        told = f"{lines} not used; {'it is' if self.count == 1 else 'the first is'} {self.first}"
+        if len(self.kinds) < 2:
+            return told
+        return f"{told}; in all: {', '.join(f'{number} times {kind}' for kind, number in self.kinds.most_common())}"
 
 
 @dataclass(frozen=True, slots=True)

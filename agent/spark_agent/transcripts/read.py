@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def _origin(lineage: str, origins: dict[str, str]) -> str:
 def _parse(path: Path, limits: Limits) -> Parsed | Skipped:
     try:
         data = load(path, limits)
-        return _parse_json_lines(path, data, limits) or _parse_text(data)
+        return _parse_json_lines(path, data, limits) or _parse_json_file(data, limits) or _parse_text(data)
     except UnusableError as refusal:
         return Skipped(path, str(refusal))
 
@@ -97,6 +98,22 @@ def _parse_json_lines(path: Path, data: bytes, limits: Limits) -> Parsed | None:
     raise UnusableError(
         f"found no line of a known conversation format, expected Claude Code or Codex JSON lines{detail}"
     )
+
+
+def _parse_json_file(data: bytes, limits: Limits) -> Parsed | None:
+    """A session of the first Codex versions: one document with the items in a list."""
+    if not data.lstrip().startswith(b"{") or len(data) > limits.max_line_bytes:
+        return None
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    items = document.get("items")
+    if not isinstance(document.get("session"), dict) or not isinstance(items, list):
+        return None
+    problems = Problems()
+    numbered = [(number, item) for number, item in enumerate(items, start=1) if isinstance(item, dict)]
+    return read_codex(numbered, problems) if any(is_codex(item) for _, item in numbered) else None
 
 
 def _parse_text(data: bytes) -> Parsed:

@@ -11,6 +11,11 @@ from spark_agent.transcripts.model import Limits, Skipped
 __all__ = ["walk"]
 
 
+_SIDE_FOLDERS = frozenset({"tool-results", "workflows"})
+"""Of Claude Code, in a folder named as the session beside it: outputs that the session quotes."""
+_INDEX_NAMES = frozenset({"sessions-index.json", "session_index.jsonl", "history.jsonl"})
+
+
 def walk(path: Path, limits: Limits) -> Iterator[Path | Skipped]:
     """Give the files under ``path`` in sorted order, and what is left out. A path that is a file gives itself."""
     try:
@@ -50,6 +55,12 @@ def walk(path: Path, limits: Limits) -> Iterator[Path | Skipped]:
 def _listing(folder: Path, *, is_root: bool) -> list[Path] | Skipped:
     if folder.name.startswith(".") and not is_root:
         return Skipped(folder, "a hidden folder; name it itself to read it")
+    if (
+        not is_root
+        and folder.name in _SIDE_FOLDERS
+        and folder.parent.with_name(f"{folder.parent.name}.jsonl").is_file()
+    ):
+        return Skipped(folder, "side files of a session that is read itself")
     try:
         return sorted(folder.iterdir(), key=lambda entry: entry.name)
     except OSError as error:
@@ -65,6 +76,8 @@ def _is_folder(path: Path) -> bool:
 
 
 def _left_out(entry: Path, root: Path) -> Skipped | None:
+    if entry.name in _INDEX_NAMES or entry.name.endswith(".meta.json"):
+        return Skipped(entry, "an index of sessions, or about one, and none itself")
     try:
         if not stat.S_ISLNK(entry.lstat().st_mode):
             return None

@@ -5,7 +5,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from spark_agent.commands.profiles import DEFAULT_RESIDENCY
+from spark_agent.commands.pull_budget import DEFAULT_RESIDENCY
 from spark_agent.manifests import ManifestStore, find_manifest, load_manifest
 from spark_agent.paths import data_dir, manifests_dir
 from spark_runtime.model_shape import read_model_shape
@@ -30,6 +30,8 @@ PULLED = [
     "verdict",
     "bytes",
     "source",
+    "from_cache",
+    "age_s",
     "signed_by",
     "window_days",
     "half_life_days",
@@ -415,7 +417,7 @@ def test_list(spark_cli, agent_cli, service, make_reply, shape):
     )
     body = ProfileList(profiles=(summary,)).model_dump_json().encode()
     service.answers["/api/v1/profiles"] = make_reply(body=body)
-    assert spark_cli("profiles", "ls", "--json").json == json.loads(body)
+    assert spark_cli("profiles", "ls", "--json").json == json.loads(body) | {"age_s": None}
     assert "none yet" in agent_cli("profiles", "ls").out
     service.answers["/api/v1/profiles"] = make_reply(body=b'{"profiles": []}')
     assert "no profiles yet" in spark_cli("profiles", "list").err

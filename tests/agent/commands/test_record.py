@@ -23,7 +23,7 @@ from spark_schemas.invariants import check_session
 
 CHAT = "_**User**_\n\nWhat is a hash table, {n}?\n\n---\n\n_**Agent**_\n\nA table of buckets.\n\n---\n"
 TEXT = "def mean(values):\n    return sum(values) / len(values)\n"
-KEYS = ["sessions", "tokens_prefill", "tokens_decode", "known", "skipped", "workloads"]
+KEYS = ["sessions", "tokens_prefill", "tokens_decode", "tokens_new", "known", "grown", "skipped", "workloads"]
 
 
 @pytest.fixture
@@ -78,6 +78,74 @@ def test_recording_again_adds_nothing(record, folder, kept):
     before = len(kept())
     assert record(folder, "--json").json["known"] == 4
     assert len(kept()) == before
+
+
+def claude_session(exchanges: int, other: int = 0) -> str:
+    """So many questions and answers; the last ``other`` of them are another branch's."""
+    lines = []
+    for number in range(exchanges):
+        branch = "the other way" if number >= exchanges - other else "this way"
+        for kind, text in (("user", f"Please explain step {number} of the parser, {branch}."), ("assistant", TEXT * 4)):
+            stamp = f"2026-11-29T12:{number:02d}:00.000Z"
+            lines.append({"type": kind, "timestamp": stamp, "message": {"role": kind, "content": text + str(number)}})
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+def total() -> dict[str, list[list[int]]]:
+    """Selections of all kept histograms, by phase, layer and expert."""
+    found = histograms()
+    return {
+        phase: np.sum(
+            [[layer.counts for layer in getattr(one, phase).layers] for one in found if getattr(one, phase)], axis=0
+        ).tolist()
+        for phase in ("prefill", "decode")
+    }
+
+
+@pytest.mark.parametrize("ctx", [0, 512], ids=["one context", "many contexts"])
+def test_a_session_that_grew_adds_only_what_is_new(record, tmp_path, kept, ctx):
+    """Recorded in three sittings it has as many tokens as in one, and decode chose the same experts."""
+    path = tmp_path / "session.jsonl"
+    new = []
+    for exchanges in (2, 4, 4, 7):
+        path.write_text(claude_session(exchanges))
+        report = record(path, "--json", "--ctx", ctx).json
+        new.append(report["tokens_new"])
+        assert (report["known"], report["grown"]) == (int(not new[-1]), int(len(new) in {2, 4}))
+    assert new[2] == 0
+    rows = kept()
+    assert len(rows) == 3
+    assert len({row.session_hash for row in rows}) == 1
+    assert sum(row.tokens for row in rows) == report["tokens_prefill"] + report["tokens_decode"] == sum(new)
+    in_sittings = total()
+    with Spool.open(spool_path()) as spool:
+        spool.purge()
+    assert record(path, "--json", "--ctx", ctx).json["tokens_new"] == sum(new)
+    at_once = total()
+    difference = np.abs(np.array(in_sittings["decode"]) - at_once["decode"]).sum()
+    # Batches begin elsewhere, which may tip a router that is undecided.
+    assert difference <= 0.01 * np.sum(at_once["decode"])
+
+
+def test_a_fork_counts_what_both_share_once(record, tmp_path, kept):
+    folder = tmp_path / "forked"
+    folder.mkdir()
+    (folder / "one.jsonl").write_text(claude_session(6))
+    whole = record(folder / "one.jsonl", "--json").json["tokens_new"]
+    (folder / "fork.jsonl").write_text(claude_session(7, other=3))
+    report = record(folder, "--json").json
+    assert (report["sessions"], report["known"], report["grown"]) == (2, 1, 1)
+    assert report["tokens_new"] < whole
+    assert len({row.session_hash for row in kept()}) == 1
+
+
+def test_a_purged_session_may_be_recorded_again(record, folder, kept):
+    first = record(folder, "--json").json
+    with Spool.open(spool_path()) as spool:
+        spool.purge()
+    again = record(folder, "--json").json
+    assert again["tokens_new"] == first["tokens_new"] > 0
+    assert len(kept()) == 3
 
 
 def test_a_trace_is_private_whole_and_true(record, folder, tmp_path):

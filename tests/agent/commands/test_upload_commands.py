@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import datetime as dt
+
 import pytest
 
 from spark_agent.paths import config_path, spool_path
@@ -7,8 +9,21 @@ from spark_agent.spool import Spool
 from spark_agent.upload import RetryPolicy
 
 ONE_ATTEMPT = RetryPolicy(attempts=1)
-STATUS = ["pending", "bytes", "rejected", "dropped", "last_error", "consent", "paused", "service_url"]
-FLUSH = ["uploaded", "duplicates", "held_back", "rejected", "pending", "bytes", "last_error"]
+STATUS = [
+    "pending",
+    "bytes",
+    "held_back",
+    "rejected",
+    "dropped",
+    "last_error",
+    "next_attempt_at",
+    "allowed",
+    "refused_because",
+    "consent",
+    "paused",
+    "service_url",
+]
+FLUSH = ["uploaded", "duplicates", "held_back", "rejected", "dropped", "pending", "bytes", "last_error"]
 
 
 @pytest.fixture
@@ -37,6 +52,8 @@ def test_status(agent_cli, filled, address):
     assert status["bytes"] > 0
     assert (status["consent"], status["paused"], status["last_error"]) == (None, False, None)
     assert status["service_url"] == address
+    assert (status["allowed"], status["next_attempt_at"], status["held_back"]) == (False, None, 24)
+    assert "nobody has consented" in status["refused_because"]
     text = agent_cli("upload", "status").out
     assert "24 histograms" in text
     assert "never asked" in text
@@ -113,6 +130,32 @@ def test_a_service_that_is_down_costs_nothing(agent_cli, filled, service, monkey
     status = agent_cli("upload", "status", "--json").json
     assert status["pending"] == 24
     assert "no answer" in status["last_error"]
+
+
+def test_what_was_refused_is_tried_again_when_told(agent_cli, filled, consented, service, make_problem):
+    service.refuse = lambda upload: make_problem(422, "Untrue")
+    agent_cli("upload", "flush", "--minimum-tokens", 100).failed(1, "Untrue")
+    aside = agent_cli("upload", "status", "--json").json["rejected"]
+    assert aside > 0
+    service.refuse = lambda upload: None
+    assert agent_cli("upload", "flush", "--minimum-tokens", 100).code == 0
+    assert agent_cli("upload", "status", "--json").json["rejected"] == aside
+    result = agent_cli("upload", "flush", "--minimum-tokens", 100, "--rejected", "--json")
+    assert f"tried again: {aside} rejected" in result.err
+    assert result.json["uploaded"] > 0
+    assert agent_cli("upload", "status", "--json").json["rejected"] == 0
+    agent_cli("upload", "consent", "--no")
+    agent_cli("upload", "flush", "--rejected").failed(3, "consent was refused")
+
+
+def test_the_status_says_when_it_goes_on(agent_cli, filled, consented, service, make_problem):
+    service.script = [make_problem(429, "Slow down", {"Retry-After": "600"})]
+    agent_cli("upload", "flush", "--minimum-tokens", 100).failed(1, "Slow down")
+    status = agent_cli("upload", "status", "--json").json
+    wait = dt.datetime.fromisoformat(status["next_attempt_at"]) - dt.datetime.now(dt.UTC)
+    assert 590 <= wait.total_seconds() <= 750
+    assert (status["allowed"], status["refused_because"]) == (True, None)
+    assert "Slow down" in status["last_error"]
 
 
 def test_a_refusing_service_is_quoted(agent_cli, filled, consented, service, make_problem):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from typing import Any
 
 import pytest
+import raw_peers
 
 from spark_agent.config import Config, save_config
 from spark_agent.context import AgentContext
@@ -64,3 +67,49 @@ def test_a_damaged_config_is_a_warning(spool: Spool, capsys: pytest.CaptureFixtu
     uploader.start()
     uploader.stop()
     assert "is not TOML" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("when", ["before", "at the end"])
+def test_a_service_that_hangs_does_not_hold_up_the_end(
+    spool: Spool, make_model: Any, make_session: Any, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """The client alone would wait for half a minute, and then for three more attempts."""
+    monkeypatch.setattr("spark_agent.server.uploader.LAST_CALL_S", 0.3)
+    if when == "before":
+        monkeypatch.setattr("spark_agent.server.uploader.FIRST_WAIT_S", 0.0)
+    asked, ending = threading.Event(), threading.Event()
+
+    def talk(connection: socket.socket) -> None:
+        raw_peers.read_request(connection)
+        asked.set()
+        ending.wait(60)
+
+    model = make_model()
+    spool.add(model, make_session(model, decode=3000))
+    with raw_peers.raw_peer(talk) as url:
+        consent(url, granted=True)
+        uploader = Uploader(AgentContext.create(), spool, AgentContext.create)
+        uploader.start()
+        if when == "before":
+            assert asked.wait(30)
+        uploader.stop()
+        assert asked.is_set()
+        assert not any(thread.name == "spark-upload" for thread in threading.enumerate())
+        ending.set()
+    assert spool.stats().pending == 1
+
+
+def test_a_full_spool_is_told(
+    tmp_path: Any, make_model: Any, make_session: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_model()
+    sessions = [make_session(model, seed) for seed in range(4)]
+    room = 2 * max(len(session.model_dump_json()) for session in sessions)
+    with Spool.open(tmp_path / "small.db", max_bytes=room) as spool:
+        uploader = Uploader(AgentContext.create(), spool, AgentContext.create)
+        for session in sessions:
+            spool.add(model, session)
+        uploader.start()
+        uploader.stop()
+        assert spool.stats().dropped == 2
+    assert "the spool was full: 2 histograms, the oldest, had to leave it" in capsys.readouterr().err
