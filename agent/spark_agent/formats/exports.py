@@ -232,7 +232,8 @@ def _llama_cpp(wanted: Wanted) -> Exported:
     if flags.n_cpu_moe:
         text += f"-ngl 999 --n-cpu-moe {flags.n_cpu_moe}\n"
     share = flags.resident_bytes / wanted.shape.expert_bytes_total
-    note = f"the first line keeps {flags.resident_bytes} bytes of experts in video memory ({share:.1%})"
+    read = f"{flags.decode_share:.1%} of what a token reads"
+    note = f"the first line keeps {flags.resident_bytes} bytes of experts in video memory ({share:.1%}; {read})"
     if flags.n_cpu_moe:
         note += f", the second {flags.resident_bytes_n_cpu_moe}"
     return Exported(text.encode(), [note, "llama.cpp moves whole layers: which experts are hot changes nothing"])
