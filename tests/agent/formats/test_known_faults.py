@@ -152,4 +152,4 @@ def test_each_fault_has_its_tests(number: int) -> None:
     for named in FAULTS[number][1]:
         file, _, test = named.partition("::")
         text = (TESTS / file).read_text()
-        assert re.search(rf"^(?:async )?def {test}\(", text, re.MULTILINE), f"{FAULTS[number][0]}: {named} is gone"
+        assert re.search(rf"^\s*(?:async )?def {test}\(", text, re.MULTILINE), f"{FAULTS[number][0]}: {named} is gone"
