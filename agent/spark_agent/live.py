@@ -17,10 +17,13 @@ def live_misses(counts: SessionCounts, manifest: PlacementManifest | None) -> Li
     """Cold hits of a session's decode selections, which ran with ``manifest``, or without one.
 
     ``None`` where not all of them were counted by slots under one placement, or where that was not the usual policy:
-    with pinned experts or another decay the numbers would be of something else.
+    with pinned experts or another decay the numbers would be of something else, and so they would with a profile that
+    no service made.
     """
     misses = counts.misses
     if misses is None or not misses.start.is_usual_policy:
+        return None
+    if manifest is None and any(layer.prior.any() for layer in misses.start.layers):
         return None
     profile = None
     if manifest is not None:

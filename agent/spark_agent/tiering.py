@@ -11,6 +11,7 @@ from spark_agent.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
     from spark_agent.context import AgentContext
+    from spark_agent.imported_start import ImportedStart
     from spark_runtime.engine import Engine, EngineOptions
     from spark_runtime.gguf_file import GgufModel
     from spark_runtime.memory_fix import Fix
@@ -36,7 +37,7 @@ class TierOptions:
     pinned_share: float = 0.0
     no_tier: bool = False
 
-    def check(self, manifest: PlacementManifest | None) -> None:
+    def check(self, manifest: PlacementManifest | ImportedStart | None) -> None:
         """Raise :class:`UsageError` for what contradicts itself."""
         if self.vram is not None and self.residency is not None:
             raise UsageError("--vram and --residency both say how many experts to keep", "pass one of them")
@@ -62,6 +63,7 @@ def plan_for(
     manifest: PlacementManifest | None,
     n_ctx: int,
     *,
+    imported: ImportedStart | None = None,
     n_outputs_max: int = 1,
     always: bool = False,
 ) -> TierPlan | None:
@@ -82,9 +84,10 @@ def plan_for(
         n_devices=options.devices,
         n_outputs_max=n_outputs_max,
         manifest=manifest,
+        frequency=None if imported is None else imported.frequency(),
         pinned_share=options.pinned_share,
     )
-    asked = options.vram is not None or options.residency is not None or manifest is not None
+    asked = options.vram is not None or options.residency is not None or manifest is not None or imported is not None
     found = cards()
     on_cards, one = bool(found), (options.devices or len(found)) <= 1
     try:

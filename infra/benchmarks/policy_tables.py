@@ -1,8 +1,9 @@
 """The published tables of policies, and ours: which experts to keep, one pool or not, what a profile is worth.
 
-Usage: policy_tables.py --routing FOLDER --model GGUF --texts FOLDER [--chunks N] [--out FILE]. FOLDER of routing holds
-gptoss20b and esft_deepseek_v2_lite; texts are DOMAIN/PROJECT.txt. Every number is of held-out sessions; each row has
-the published one beside it, where there is one.
+Usage: policy_tables.py --routing FOLDER --model GGUF [...] --texts FOLDER [--machine BENCH.json] [--chunks N]
+[--out FILE]. FOLDER of routing holds gptoss20b and esft_deepseek_v2_lite; texts are DOMAIN/PROJECT.txt. Every number is
+of held-out sessions; each row has the published one beside it, where there is one. Tokens a second are predicted by the
+cost model, for the machine of a `spark-agent bench` and for the one that the published numbers are of.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from published_routing import Sessions, published, recorded
-from report import parser_of, report
+from laguna_tables import LagunaTables
+from published_routing import published, recorded
+from report import parser_of, report, row
 
-from spark_runtime.placement import frequencies
 from spark_runtime.simulator.policies import Cache, PolicyName
 from spark_runtime.simulator.study import ProfileName, Study, equal_slots
 
@@ -125,10 +126,6 @@ NEARLY_ALL: dict[str, tuple[float, float]] = {
     "DeepSeek-V2-Lite mixed": (0.038, 0.040),
     "DeepSeek-V2-Lite own": (0.035, 0.037),
 }
-BUDGETS = ((0.6, "uniform", 0.36), (0.6, "own", 0.066), (0.7, "own", None), (0.8, "own", None), (0.6, "foreign", 0.16))
-"""Published for Laguna-XS.2 (256 experts, top-8); the last is a pure code prompt on a profile of conversations."""
-RING = ((0, 39.7), (16, 5.6), (32, 0.8), (48, 0.4))
-"""Published: ring slots a layer beside 60% pinned, and cold hits a token of 320 selections, in one long generation."""
 
 
 def keeping(study: Study, name: str) -> Iterator[dict[str, Any]]:
@@ -168,58 +165,13 @@ def positions(study: Study, name: str, residency: float) -> Iterator[dict[str, A
             yield row("profile by position", name, rate, number, profile=profile, part=part, residency=residency)
 
 
-def background(study: Study, name: str, whole: Sessions) -> Iterator[dict[str, Any]]:
-    """What lucebox published of Laguna-XS.2, on a model that can be run here."""
-    for residency, profile, number in BUDGETS:
-        slots = equal_slots(study.trace, residency)
-        policy: PolicyName = "uniform" if profile == "uniform" else "static"
-        kind: ProfileName = "foreign" if profile == "foreign" else "own"
-        rate = study.judge(Cache(policy), slots, kind).cold_hit_rate.mean
-        yield row("budget sweep", name, rate, number, profile=profile, residency=residency)
-    hot = equal_slots(study.trace, 0.6)
-    for ring, number in RING:
-        slots = [min(count + ring, n) for count, n in zip(hot, study.trace.n_experts, strict=True)]
-        cache = Cache("lru_pinned", pinned_share=hot[0] / slots[0]) if ring else Cache("static")
-        found = study.judge(cache, slots, "foreign", (256,))
-        selections = study.trace.selections_per_token
-        last = found.parts[-1].cold_hit_rate
-        yield row("ring sweep, another workload's profile", name, last, number / 320, ring=ring,
-                  cold_hits_per_token=None if last is None else round(last * selections, 2),
-                  published_cold_hits_per_token=number)  # fmt: skip
-    if whole.trace.decode is not None:
-        yield from phases(study, name, whole)
-
-
-def phases(study: Study, name: str, whole: Sessions) -> Iterator[dict[str, Any]]:
-    """Calibrated on prompts or on what was generated, judged on what was generated: published as no difference."""
-    calibrating = [index for index, held_out in enumerate(whole.held_out) if not held_out]
-    slots = equal_slots(study.trace, 0.6)
-    for phase in ("prefill", "decode"):
-        counts = [whole.trace.counts(session, decode=phase == "decode") for session in calibrating]
-        tokens = [int(session[0].sum()) for session in counts]
-        judged = Study(whole.trace, whole.workloads, whole.held_out, given=frequencies(counts, tokens))
-        rate = judged.judge(Cache("static"), slots, "given").cold_hit_rate.mean
-        yield row("calibrated on", name, rate, None, phase=phase, residency=0.6)
-
-
-def row(table: str, model: str, rate: float | None, number: float | None, **about: Any) -> dict[str, Any]:
-    about = {key: round(value, 4) if isinstance(value, float) else value for key, value in about.items()}
-    found = None if rate is None else round(rate, 4)
-    return {
-        "table": table,
-        "model": model,
-        **about,
-        "cold_hit_rate": found,
-        "published": None if number is None else round(number, 4),
-    }
-
-
 def main() -> None:
     """Measure, print and write."""
     parser = parser_of(__doc__)
     parser.add_argument("--routing", type=Path, required=True)
-    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--model", type=Path, nargs="+", required=True)
     parser.add_argument("--texts", type=Path, required=True)
+    parser.add_argument("--machine", type=Path, help="of `spark-agent bench --json`")
     parser.add_argument("--chunks", type=int, default=8, help="of 960 tokens, from each text")
     options = parser.parse_args()
     started = time.monotonic()
@@ -227,17 +179,16 @@ def main() -> None:
     sources = [
         published(options.routing / "gptoss20b", "gpt-oss-20b", 32),
         published(options.routing / "esft_deepseek_v2_lite", "DeepSeek-V2-Lite", 64),
-        recorded(options.model, options.texts, options.chunks),
+        *(recorded(model, options.texts, options.chunks) for model in options.model),
     ]
+    laguna = LagunaTables(options.machine)
     sessions = {}
     for source in sources:
         study = Study(source.trace, source.workloads, source.held_out)
         sessions[source.name] = {"calibration": len(study.calibrating), "held_out": len(study.judging)}
         for made in (keeping(study, source.name), sharing(study, source.name), positions(study, source.name, 0.6),
-                     positions(study, source.name, 0.85)):  # fmt: skip
+                     positions(study, source.name, 0.85), laguna.rows(study, source)):  # fmt: skip
             rows += made
-        if source is sources[-1]:
-            rows += background(study, source.name, source)
         sys.stderr.write(f"{source.name}: {time.monotonic() - started:.0f} s\n")
     report({"sessions": sessions, "seconds": round(time.monotonic() - started, 1), "rows": rows}, options.out)
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
@@ -21,3 +22,16 @@ def report(result: object, out: Path | None) -> None:
     if out is not None:
         out.write_text(text)
     sys.stdout.write(text)
+
+
+def row(table: str, model: str, rate: float | None, number: float | None, **about: Any) -> dict[str, Any]:
+    """A cold-hit rate and the published one, rounded to four places."""
+    about = {key: round(value, 4) if isinstance(value, float) else value for key, value in about.items()}
+    found = None if rate is None else round(rate, 4)
+    return {
+        "table": table,
+        "model": model,
+        **about,
+        "cold_hit_rate": found,
+        "published": None if number is None else round(number, 4),
+    }

@@ -21,10 +21,13 @@ if TYPE_CHECKING:
 __all__ = ["export_command", "import_command"]
 
 _IMPORTED = (
-    "imatrix, lucebox-csv, lucebox-placement, layer-expert-csv, sglang, sglang-location, vllm-eplb, vllm-stats, plumb, "
-    "mbolt, fitz, moe-l2, exl3moe, freetoken"
+    "imatrix, lucebox-csv, lucebox-placement, layer-expert-csv, sglang, sglang-location, ktransformers-mask, "
+    "vllm-eplb, vllm-stats, plumb, mbolt, fitz, moe-l2, exl3moe, freetoken"
 )
-_EXPORTED = "lucebox-csv, lucebox-placement, freetoken, fitz, sglang-location, ktransformers-mask, llama-cpp"
+_EXPORTED = (
+    "lucebox-csv, lucebox-placement, freetoken, fitz, sglang-location, ktransformers, ktransformers-mask, "
+    "ktransformers-mask-pt, llama-cpp"
+)
 
 
 def import_command(

@@ -11,7 +11,7 @@ import typer
 from spark_agent.consent import ask_once
 from spark_agent.context import AgentContext, warn_about_counting
 from spark_agent.errors import RefusedError, SparkError
-from spark_agent.manifests import find_manifest
+from spark_agent.imported_start import ImportedStart, describe_imported, find_start
 from spark_agent.output import counted
 from spark_agent.sizes import format_size
 from spark_agent.tiering import (
@@ -41,7 +41,10 @@ UNLABELLED = "unlabelled"
 def run_command(
     model: Annotated[Path | None, typer.Argument(help="GGUF file; the bundled demo model if left out.")] = None,
     manifest: Annotated[
-        str | None, typer.Option(help="Placement to follow: a manifest file, or the name of a pulled profile.")
+        str | None,
+        typer.Option(
+            help="Placement to follow: a manifest file, the name of a pulled profile, or what spark import wrote."
+        ),
     ] = None,
     workload: Annotated[
         str | None,
@@ -76,7 +79,6 @@ def run_command(
     """Serve a model's OpenAI-compatible API on this machine and count its routing."""
     from spark_runtime.engine import context_for
     from spark_runtime.gguf_file import read_gguf
-    from spark_runtime.manifest_check import check_manifest
     from spark_runtime.model_shape import shape_of
 
     context = AgentContext.create(json_mode=json)
@@ -85,9 +87,8 @@ def run_command(
     path = context.model_path(model)
     file = read_gguf(path)
     shape = shape_of(file)
-    placement = find_manifest(manifest, shape.fingerprint) if manifest is not None else None
+    placement, imported = find_start(manifest, shape) if manifest is not None else (None, None)
     if placement is not None:
-        check_manifest(placement, shape)
         if ctx > placement.n_ctx:
             context.output.warning(
                 f"the manifest was planned for a context of {placement.n_ctx} tokens; {ctx} need "
@@ -95,21 +96,21 @@ def run_command(
             )
         ctx = ctx or placement.n_ctx
     tiers = TierOptions(vram, residency, ubatch, devices, pinned_share, no_tier)
-    tiers.check(placement)
-    if no_tier and placement is not None:
+    tiers.check(placement or imported)
+    if no_tier and (placement is not None or imported is not None):
         context.output.warning("--no-tier keeps every expert resident: the manifest is checked and not used")
     n_ctx = context_for(shape, ctx)
     if dry_run:
-        plan = plan_for(file, shape, tiers, placement, n_ctx, always=True)
-        _show_plan(context, path, shape, n_ctx, plan, placement)
+        plan = plan_for(file, shape, tiers, placement, n_ctx, imported=imported, always=True)
+        _show_plan(context, path, shape, n_ctx, plan, placement, imported)
         return
     address = host if host is not None else context.environment.host
     context = ask_once(context)
     _serve(
         context,
-        _Load(path, file, shape, tiers, placement, n_ctx, threads),
+        _Load(path, file, shape, tiers, placement, imported, n_ctx, threads),
         (address, context.environment.port if port is None else port),
-        workload or _workload_of(placement),
+        workload or (imported.workload if imported is not None else _workload_of(placement)),
     )
 
 
@@ -127,6 +128,7 @@ class _Load:
     shape: ModelShape
     tiers: TierOptions
     placement: PlacementManifest | None
+    imported: ImportedStart | None
     n_ctx: int
     threads: int
 
@@ -137,7 +139,9 @@ def _serve(context: AgentContext, load: _Load, address: tuple[str, int], workloa
 
     with bind(*address) as listener, context.spool() as spool:
         key = context.session_key()
-        plan = plan_for(load.file, load.shape, load.tiers, load.placement, load.n_ctx)
+        plan = plan_for(load.file, load.shape, load.tiers, load.placement, load.n_ctx, imported=load.imported)
+        if load.imported is not None:
+            load.imported.warn(context.output, used=plan is not None and plan.start is not None)
         if plan is not None:
             context.output.info(plan_table(plan))
             _warn_about_budget(context, load, plan)
@@ -187,15 +191,18 @@ def _show_plan(
     n_ctx: int,
     plan: TierPlan | None,
     placement: PlacementManifest | None,
+    imported: ImportedStart | None,
 ) -> None:
     from spark_runtime.tier_plan import cards
 
+    if imported is not None:
+        imported.warn(context.output, used=plan is not None and plan.start is not None)
     value = {
         "model": str(path),
         "fingerprint": shape.fingerprint,
         "n_ctx": n_ctx,
         "tiers": tiers_of(shape, n_ctx, plan, None, on_gpu=bool(cards())),
-        "manifest": _manifest_of(placement),
+        "manifest": _manifest_of(placement, imported, plan),
     }
     context.output.result(value, "" if plan is None else plan_table(plan))
 
@@ -208,7 +215,7 @@ def _start_object(
         "fingerprint": engine.shape.fingerprint,
         "n_ctx": engine.n_ctx,
         "tiers": tiers_of(engine.shape, engine.n_ctx, plan, engine, on_gpu=engine.on_gpu),
-        "manifest": _manifest_of(load.placement),
+        "manifest": _manifest_of(load.placement, load.imported, plan),
         "upload": {
             "allowed": _may_upload(context),
             "pending": pending,
@@ -217,7 +224,11 @@ def _start_object(
     }
 
 
-def _manifest_of(placement: PlacementManifest | None) -> dict[str, Any] | None:
+def _manifest_of(
+    placement: PlacementManifest | None, imported: ImportedStart | None, plan: TierPlan | None
+) -> dict[str, Any] | None:
+    if imported is not None:
+        return imported.told(plan)
     if placement is None:
         return None
     return {
@@ -226,6 +237,7 @@ def _manifest_of(placement: PlacementManifest | None) -> dict[str, Any] | None:
         "slots": sum(layer.slots for layer in placement.layers),
         "vram_slots_bytes": placement.bytes.vram_slots,
         "expected_cold_hit_rate": placement.expected.cold_hit_rate if placement.expected else None,
+        "source": "service",
     }
 
 
@@ -249,7 +261,9 @@ def _describe(start: dict[str, Any]) -> str:
         f"memory    {format_size(tiers['core_bytes'])} core, {format_size(tiers['expert_bytes'])} experts, "
         f"{format_size(tiers['kv_bytes'])} context of {start['n_ctx']} tokens; {_where(tiers)}",
     ]
-    if placement is not None:
+    if placement is not None and placement["source"] == "imported":
+        lines.append(describe_imported(placement))
+    elif placement is not None:
         rate = placement["expected_cold_hit_rate"]
         promise = "" if rate is None else f", expected cold-hit rate {rate:.1%}"
         lines.append(

@@ -1,13 +1,18 @@
-"""exllamav3's placement profile (``.exl3moe``): safetensors with ``counts[layers, experts]``, a ranking and a census.
+"""exllamav3's placement profiles: what is shipped (``.exl3moe``), what it is made of (``.npz``), and split statistics.
 
-Only the counts are read: the ranking follows from them, and the census is of single prompts. ``fingerprint`` in the
-metadata is JSON in a string. From pull request 315 of turboderp-org/exllamav3, which was open when this was read.
+``.exl3moe`` (safetensors): ``ranking`` int32 and, unless they were left out, ``counts`` int64, both
+``[layers, experts]``, and a ``census`` of single prompts, which is not read. Metadata, all texts: ``source_bank``,
+``layer_keys`` (a JSON list of module names), ``fingerprint`` (a JSON object). ``.npz``: ``counts_decode``,
+``counts_prefill`` or ``counts``, ``[layers, experts]`` or ``[prompts, layers, experts]``. ``.json``: ``{module name:
+[counts]}``, as ``EXL3_MOE_CPU_SPLIT_STATS`` writes. Read from ``moe_profile.py``, ``moe_profile_build.py`` and
+``moe_profile_pack.py`` of the fork that pull request 315 of turboderp-org/exllamav3 is of.
 """
 
 from __future__ import annotations
 
 import json
-import struct
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,83 +20,156 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spark_agent.formats.hints import Hints
+from spark_agent.formats.npz_file import read_npz
+from spark_agent.formats.profile import ImportedLayer
 from spark_agent.formats.reading import (
     MOST_CELLS,
     FormatError,
     Found,
     check_sums,
+    counts_of,
     fail,
     layers_of_counts,
     parse_json,
+    read_json,
     whole_counts,
 )
+from spark_agent.formats.safetensors_file import SafetensorsFile
+from spark_schemas.ids import MAX_COUNT, Phase
+from spark_schemas.model import MAX_BLOCKS, MAX_EXPERTS
 
 __all__ = ["read_exl3moe"]
 
-_MOST_HEADER_BYTES = 2**24
-_TYPES = {
-    "F64": "<f8",
-    "F32": "<f4",
-    "F16": "<f2",
-    "I64": "<i8",
-    "I32": "<i4",
-    "I16": "<i2",
-    "U64": "<u8",
-    "U32": "<u4",
-    "U16": "<u2",
-}
+_BANKS: Mapping[str, Phase | None] = {"counts_decode": "decode", "counts": None, "counts_prefill": "prefill"}
+"""In the order in which the tool itself prefers them."""
+_KEY = re.compile(r"(?:^|\.)layers\.(\d{1,4})(?:\.|$)", re.ASCII)
+_FEW = 20
+"""Selections for each expert below which the tool itself calls a ranking noise."""
 
 
 def read_exl3moe(path: Path, hints: Hints) -> Found:
-    """Counts of every layer, numbered without those that have no experts."""
-    try:
-        with path.open("rb") as file:
-            size = path.stat().st_size
-            head = file.read(8)
-            length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-            if not 2 <= length <= min(_MOST_HEADER_BYTES, size - 8):
-                fail(path, f"a header of {length} bytes in a file of {size}: not safetensors")
-            header = parse_json(path, file.read(length))
-            if not isinstance(header, dict):
-                fail(path, "its header is no object")
-            counts = _counts(path, file, header, 8 + length, size)
-    except OSError as error:
-        raise FormatError(f"cannot read {path}: {error.strerror}", "check the path") from error
-    found = Found(layers_of_counts(path, dict(enumerate(counts)), hints.top_k))
-    fingerprint = _fingerprint(path, header.get("__metadata__"))
-    found.model = fingerprint
-    if fingerprint is None:
+    """Counts of every layer, or its order in a profile that was packed without them."""
+    suffix = path.suffix.lower()
+    if suffix == ".json":
+        found = _split_statistics(path, hints)
+    elif suffix == ".npz":
+        found = _census(path, hints)
+    else:
+        found = _packed(path, hints)
+    if found.model is None:
         found.warnings.append("it does not say of which model it is: pass --model to check that it fits")
-    found.warnings.append("prompts and generation are counted together; single prompts are not kept")
+    if found.phase is None:
+        found.warnings.append("prompts and generation are counted together, or it does not say which")
     check_sums(found)
     return found
 
 
-def _counts(path: Path, file: Any, header: dict[str, Any], start: int, size: int) -> NDArray[np.int64]:
-    entry = header.get("counts")
-    if not isinstance(entry, dict):
-        fail(path, f"no tensor counts, found {', '.join(sorted(header))[:80]}")
-    shape, kind, span = entry.get("shape"), entry.get("dtype"), entry.get("data_offsets")
-    if not isinstance(shape, list) or len(shape) != 2 or not all(type(n) is int and n > 0 for n in shape):
-        fail(path, f"counts has the shape {shape}, expected layers x experts")
-    if kind not in _TYPES or shape[0] * shape[1] > MOST_CELLS:
-        fail(path, f"counts is {kind} {shape}, expected numbers of a model's size")
-    dtype = np.dtype(_TYPES[kind])
-    n_bytes = shape[0] * shape[1] * dtype.itemsize
-    if not isinstance(span, list) or len(span) != 2 or not all(type(n) is int and n >= 0 for n in span):
-        fail(path, f"counts lies at {span}, expected where it starts and ends")
-    if span[1] - span[0] != n_bytes or start + span[1] > size:
-        fail(path, f"counts lies at {span}, expected {n_bytes} bytes within the file")
-    file.seek(start + span[0])
-    return whole_counts(path, "counts", np.frombuffer(file.read(n_bytes), dtype=dtype).reshape(shape))
+def _packed(path: Path, hints: Hints) -> Found:
+    file = SafetensorsFile.open(path)
+    counts, ranking, metadata = file.table("counts"), file.table("ranking"), file.metadata
+    table = counts if counts is not None else ranking
+    if table is None:
+        fail(path, f"neither counts nor ranking, found {', '.join(sorted(file.header))[:80]}")
+    blocks = _blocks(path, metadata.get("layer_keys"), len(table))
+    if counts is not None:
+        layers = layers_of_counts(
+            path, dict(zip(blocks, whole_counts(path, "counts", counts), strict=True)), hints.top_k
+        )
+        if ranking is not None and ranking.shape != counts.shape:
+            fail(path, f"ranking {list(ranking.shape)} and counts {list(counts.shape)}, expected the same")
+    else:
+        layers = _ranked(path, blocks, table, hints)
+    found = Found(layers, model=_fingerprint(path, metadata.get("fingerprint")))
+    if counts is None:
+        found.warnings.append("it was packed without counts: only an order")
+    found.phase = _BANKS.get(metadata.get("source_bank", ""))
+    return found
 
 
-def _fingerprint(path: Path, metadata: Any) -> str | None:
+def _ranked(path: Path, blocks: Sequence[int], table: NDArray[np.generic], hints: Hints) -> list[ImportedLayer]:
+    n_experts = table.shape[1]
+    if table.dtype.kind not in "iu" or n_experts > MAX_EXPERTS or len(table) > MAX_BLOCKS:
+        fail(path, f"ranking is of type {table.dtype} {list(table.shape)}, expected ids of a model's experts")
+    if not (np.sort(table, axis=1) == np.arange(n_experts)).all():
+        fail(path, f"ranking, expected each of 0 to {n_experts - 1} once in every layer")
+    return [
+        ImportedLayer(block=block, n_experts=n_experts, top_k=hints.top_k, ranking=tuple(row))
+        for block, row in sorted(zip(blocks, table.tolist(), strict=True))
+    ]
+
+
+def _census(path: Path, hints: Hints) -> Found:
+    banks = {name: _summed(path, name, array) for name, array in read_npz(path, tuple(_BANKS)).items()}
+    chosen = next((name for name in _BANKS if name in banks and banks[name].any()), None)
+    if chosen is None:
+        fail(path, f"none of {', '.join(_BANKS)} counts anything")
+    counts = banks[chosen]
+    about = _sidecar(path)
+    keys = about.get("layer_keys")
+    blocks = _blocks(path, None if keys is None else json.dumps(keys), len(counts))
+    found = Found(layers_of_counts(path, dict(zip(blocks, counts, strict=True)), hints.top_k), phase=_BANKS[chosen])
+    fingerprint = about.get("fingerprint")
+    found.model = None if fingerprint is None else _fingerprint(path, json.dumps(fingerprint))
+    if counts.sum() < _FEW * counts.size:
+        found.warnings.append(f"fewer than {_FEW} selections for each expert: its order is largely chance")
+    return found
+
+
+def _summed(path: Path, name: str, array: NDArray[np.generic]) -> NDArray[np.int64]:
+    if array.ndim not in (2, 3) or not array.size or array.shape[-1] * array.shape[-2] > MOST_CELLS:
+        fail(path, f"{name} has the shape {array.shape}, expected [prompts,] layers, experts")
+    counts = whole_counts(path, name, array)
+    if counts.ndim == 2:
+        return counts
+    if int(counts.max()) * len(counts) > 2**62:
+        fail(path, f"{name}: counts of {counts.max()}, expected sums of at most {MAX_COUNT}")
+    return whole_counts(path, f"the sum of {name}", counts.sum(axis=0))
+
+
+def _sidecar(path: Path) -> dict[str, Any]:
+    """``NAME.meta.json``, which the tool writes beside a census; nothing where there is none."""
+    beside = path.with_name(f"{path.stem}.meta.json")
+    if not beside.is_file():
+        return {}
+    value = read_json(beside)
+    if not isinstance(value, dict):
+        fail(beside, "no object")
+    return value
+
+
+def _split_statistics(path: Path, hints: Hints) -> Found:
+    value = read_json(path)
+    if not isinstance(value, dict) or not value or not all(isinstance(row, list) for row in value.values()):
+        fail(path, "expected an object with counts for each module")
+    blocks = _blocks(path, json.dumps(list(value)), len(value))
+    counts = {block: counts_of(path, key, row) for block, (key, row) in zip(blocks, value.items(), strict=True)}
+    return Found(layers_of_counts(path, counts, hints.top_k))
+
+
+def _blocks(path: Path, text: str | None, n_rows: int) -> list[int]:
+    """The block of every row: by the modules' names where they are known, else one after the other."""
+    if text is None:
+        return list(range(n_rows))
+    keys = parse_json(path, text)
+    if not isinstance(keys, list) or len(keys) != n_rows or not all(isinstance(key, str) for key in keys):
+        fail(path, f"layer_keys, expected a name for each of {n_rows} layers")
+    found = [_KEY.search(key) for key in keys]
+    blocks = [int(match[1]) for match in found if match is not None]
+    if len(blocks) != n_rows:
+        fail(path, f"layer_keys name no layer: {', '.join(keys)[:80]}")
+    if len(set(blocks)) != n_rows:
+        fail(path, "layer_keys name a layer twice")
+    return blocks
+
+
+def _fingerprint(path: Path, text: Any) -> str | None:
     """The model that the profile is bound to, as text; the JSON inside must be an object."""
-    text = metadata.get("fingerprint") if isinstance(metadata, dict) else None
     if text is None:
         return None
-    value = parse_json(path, text) if isinstance(text, str) else None
+    try:
+        value = parse_json(path, text) if isinstance(text, str) else None
+    except FormatError:
+        value = None
     if not isinstance(value, dict):
         fail(path, f"its fingerprint is {str(text)[:40]!r}, expected an object as JSON text")
     return json.dumps(value, sort_keys=True)[:200]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from spark_agent.errors import SparkError, UsageError
 from spark_agent.formats.fitz import pin_list_text
@@ -16,11 +17,14 @@ from spark_agent.formats.llama_cpp import flags_for
 from spark_agent.formats.lucebox import csv_text, placement_value
 from spark_agent.formats.profile import ImportedLayer, ImportedProfile
 from spark_agent.formats.sglang import location_value
+from spark_agent.formats.torch_writer import torch_archive_bytes
 from spark_runtime.placement import BudgetTooSmallError, LayerSizes, greedy_slots, residency_budget
 from spark_schemas.manifest import PlacementManifest
 from spark_schemas.model import ModelShape
 
 __all__ = ["EXPORTERS", "Exported", "Wanted", "export", "profile_of_manifest"]
+
+_MASK_NOTE = "a mask [layers, experts] as kt-kernel computes it for its GPU experts; all False where a block has none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +163,8 @@ def _lucebox_placement(wanted: Wanted) -> Exported:
 
 
 def _freetoken(wanted: Wanted) -> Exported:
-    shape, rows = wanted.shape, _counts(wanted)
-    name = (shape.name if shape is not None else wanted.profile.model) or ""
+    rows = _counts(wanted)
+    name = _name(wanted)
     warnings = [] if name else ["the model has no name: FreeToken will warn about that"]
     # Its rows are the layers with experts, in their order.
     return Exported(_json(pool_profile_value(name, rows)), warnings)
@@ -183,16 +187,36 @@ def _sglang(wanted: Wanted) -> Exported:
 
 
 def _ktransformers(wanted: Wanted) -> Exported:
-    layers = wanted.profile.histograms
-    n_experts, hot = _equal_experts(layers), _by_block(wanted, _hot(wanted), [])
-    mask = np.zeros((len(hot), n_experts), dtype=bool)
+    """What ``--init-expert-location FILE.pt`` takes with placement by frequency, which kt-kernel makes its mask of."""
+    rows = _counts(wanted)
+    table = np.array(_by_block(wanted, rows, [0] * len(rows[0])), dtype=np.int64)
+    # A third axis, of steps: SGLang adds it up.
+    content = torch_archive_bytes({"logical_count": table[None]}, {"model": _name(wanted)})
+    note = "for --init-expert-location FILE.pt with --kt-expert-placement-strategy frequency: it chooses by itself"
+    return Exported(content, [note])
+
+
+def _ktransformers_mask(wanted: Wanted) -> Exported:
+    buffer = io.BytesIO()
+    np.save(buffer, _mask(wanted), allow_pickle=False)
+    return Exported(buffer.getvalue(), [_MASK_NOTE])
+
+
+def _ktransformers_mask_pt(wanted: Wanted) -> Exported:
+    content = torch_archive_bytes({"gpu_experts_mask": _mask(wanted)}, {"model": _name(wanted)})
+    return Exported(content, [_MASK_NOTE])
+
+
+def _mask(wanted: Wanted) -> NDArray[np.bool_]:
+    n_experts, hot = _equal_experts(wanted.profile.histograms), _by_block(wanted, _hot(wanted), [])
+    mask = np.zeros((len(hot), n_experts), dtype=np.bool_)
     for block, row in enumerate(hot):
         mask[block, list(row)] = True
-    buffer = io.BytesIO()
-    np.save(buffer, mask, allow_pickle=False)
-    return Exported(
-        buffer.getvalue(), ["a mask [layers, experts] as kt-kernel computes for its GPU experts: load it with numpy"]
-    )
+    return mask
+
+
+def _name(wanted: Wanted) -> str:
+    return (wanted.shape.name if wanted.shape is not None else wanted.profile.model) or ""
 
 
 def _llama_cpp(wanted: Wanted) -> Exported:
@@ -208,7 +232,8 @@ def _llama_cpp(wanted: Wanted) -> Exported:
     if flags.n_cpu_moe:
         text += f"-ngl 999 --n-cpu-moe {flags.n_cpu_moe}\n"
     share = flags.resident_bytes / wanted.shape.expert_bytes_total
-    note = f"the first line keeps {flags.resident_bytes} bytes of experts in video memory ({share:.1%})"
+    read = f"{flags.decode_share:.1%} of what a token reads"
+    note = f"the first line keeps {flags.resident_bytes} bytes of experts in video memory ({share:.1%}; {read})"
     if flags.n_cpu_moe:
         note += f", the second {flags.resident_bytes_n_cpu_moe}"
     return Exported(text.encode(), [note, "llama.cpp moves whole layers: which experts are hot changes nothing"])
@@ -224,6 +249,8 @@ EXPORTERS: Mapping[str, Callable[[Wanted], Exported]] = {
     "freetoken": _freetoken,
     "fitz": _fitz,
     "sglang-location": _sglang,
-    "ktransformers-mask": _ktransformers,
+    "ktransformers": _ktransformers,
+    "ktransformers-mask": _ktransformers_mask,
+    "ktransformers-mask-pt": _ktransformers_mask_pt,
     "llama-cpp": _llama_cpp,
 }

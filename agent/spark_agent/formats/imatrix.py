@@ -7,13 +7,14 @@ how many tokens there were. Read from ``tools/imatrix/imatrix.cpp`` of ggml-org/
 from __future__ import annotations
 
 import re
+import struct
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spark_agent.formats.hints import Hints
-from spark_agent.formats.reading import Found, check_sums, fail, layers_of_counts, whole_counts
+from spark_agent.formats.reading import FormatError, Found, check_sums, fail, layers_of_counts, whole_counts
 from spark_runtime.errors import NotGgufError, SparkRuntimeError
 from spark_runtime.gguf_file import GgufModel, TensorInfo, read_gguf
 from spark_schemas.ids import MAX_COUNT
@@ -23,6 +24,8 @@ __all__ = ["read_imatrix"]
 
 _NAME = re.compile(r"blk\.(\d{1,4})\.ffn_(up|gate|down|gate_up)_exps\.weight\.counts")
 _KINDS = ("up", "gate_up", "gate", "down")
+_OLDER_NAME = re.compile(rb"[a-z_][a-z0-9_.]*\.weight", re.ASCII)
+_MOST_NAME_BYTES = 128
 _EXACT = 2**24
 """float32 counts by one up to here."""
 
@@ -32,12 +35,36 @@ def read_imatrix(path: Path, hints: Hints) -> Found:
     try:
         file = read_gguf(path)
     except NotGgufError as error:
-        fail(path, f"{error}; an imatrix in the older format (.dat) has no counts of single experts")
+        if _is_older(path):
+            raise FormatError(
+                f"{path.name}: an importance matrix in the older format (.dat), which has no counts of single experts, "
+                "and none after a conversion",
+                "make it again: llama-imatrix -m MODEL.gguf -f TEXT -o NAME.gguf",
+            ) from error
+        fail(path, str(error))
     except SparkRuntimeError as error:
         fail(path, str(error))
     kind = file.metadata.get("general.type")
     if kind != "imatrix":
         fail(path, f"general.type is {kind!r}, expected 'imatrix'")
+    counts = _tables(path, file)
+    chosen = {block: next(found[kind] for kind in _KINDS if kind in found) for block, found in counts.items()}
+    found = Found(layers_of_counts(path, chosen, hints.top_k), phase="prefill")
+    found.warnings.append("an imatrix is of prompts alone, and of the text it was made from")
+    different = [block for block, kinds in counts.items() if len({tuple(row.tolist()) for row in kinds.values()}) > 1]
+    if different:
+        found.warnings.append(f"block {different[0]} (and {len(different) - 1} more) counts its tensors differently")
+    if all(int(row.min()) == int(row.max()) for row in chosen.values()):
+        found.warnings.append("every expert counts the same: it was merged with a file in the older format, or made up")
+    if max(int(row.max()) for row in chosen.values()) >= _EXACT:
+        found.warnings.append(f"counts of {_EXACT} and more are rounded: the format keeps them as float32")
+    check_sums(found)
+    _compare_tokens(found, file, chosen)
+    return found
+
+
+def _tables(path: Path, file: GgufModel) -> dict[int, dict[str, NDArray[np.int64]]]:
+    """Counts by block and kind of tensor."""
     counts: dict[int, dict[str, NDArray[np.int64]]] = {}
     for name, tensor in file.tensors.items():
         match = _NAME.fullmatch(name)
@@ -47,17 +74,24 @@ def read_imatrix(path: Path, hints: Hints) -> Found:
             counts.setdefault(int(match[1]), {})[match[2]] = _counts(path, tensor)
     if not counts:
         fail(path, "no counts of experts: the model is dense, or the file is of an older llama.cpp")
-    chosen = {block: next(found[kind] for kind in _KINDS if kind in found) for block, found in counts.items()}
-    found = Found(layers_of_counts(path, chosen, hints.top_k), phase="prefill")
-    found.warnings.append("an imatrix is of prompts alone, and of the text it was made from")
-    different = [block for block, kinds in counts.items() if len({tuple(row.tolist()) for row in kinds.values()}) > 1]
-    if different:
-        found.warnings.append(f"block {different[0]} (and {len(different) - 1} more) counts its tensors differently")
-    if max(int(row.max()) for row in chosen.values()) >= _EXACT:
-        found.warnings.append(f"counts of {_EXACT} and more are rounded: the format keeps them as float32")
-    check_sums(found)
-    _compare_tokens(found, file, chosen)
-    return found
+    if all(len(row) == 1 for kinds in counts.values() for row in kinds.values()):
+        # The older format has one number a tensor, and conversion keeps that.
+        fail(path, "one count for all experts of a tensor: it was converted from the older format, which has no more")
+    return counts
+
+
+def _is_older(path: Path) -> bool:
+    """Whether it begins as ``.dat`` does: how many entries, then the length and the text of a tensor's name."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(8 + _MOST_NAME_BYTES)
+    except OSError:
+        return False
+    if len(head) < 8:
+        return False
+    n_entries, length = struct.unpack("<ii", head[:8])
+    name = head[8 : 8 + length] if 0 < length <= _MOST_NAME_BYTES else b""
+    return n_entries > 0 and len(name) == length and _OLDER_NAME.fullmatch(name) is not None
 
 
 def _compare_tokens(found: Found, file: GgufModel, counts: dict[int, NDArray[np.int64]]) -> None:

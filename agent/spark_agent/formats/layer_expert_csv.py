@@ -1,6 +1,6 @@
 """``layer,expert``: one row for each selection, as several forks of llama.cpp trace routing.
 
-The order of rows is the order of tokens, from which text can be rebuilt: rows are added up and forgotten, some MiB at a
+The order of rows is the order of tokens, from which text can be rebuilt: rows are added up and forgotten, a MiB at a
 time.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +19,8 @@ from spark_schemas.model import MAX_BLOCKS, MAX_EXPERTS
 
 __all__ = ["read_layer_expert_csv"]
 
-_BLOCK_BYTES = 2**22
-_COMMA, _NEWLINE = ord(","), ord("\n")
+_BLOCK_BYTES = 2**20
+_COMMA, _NEWLINE, _ZERO, _NINE = ord(","), ord("\n"), ord("0"), ord("9")
 _MOST_DIGITS = 7
 
 
@@ -59,7 +60,7 @@ def read_layer_expert_csv(path: Path, hints: Hints) -> Found:
 
 
 def _blocks(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Whole lines, some MiB of them at a time, each with the number of its first one."""
+    """Whole lines, a MiB of them at a time, each with the number of its first one."""
     line = 1
     rest = b""
     try:
@@ -72,7 +73,7 @@ def _blocks(path: Path) -> Iterator[tuple[int, bytes]]:
                 block, rest = data[:end], data[end:]
                 if block:
                     yield line, block
-                    line += block.count(b"\n")
+                    line += int(np.count_nonzero(np.frombuffer(block, dtype=np.uint8) == _NEWLINE))
             if rest:
                 yield line, rest + b"\n"
     except OSError as error:
@@ -80,7 +81,8 @@ def _blocks(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _rows(path: Path, first_line: int, block: bytes) -> NDArray[np.int64]:
-    block = block.replace(b"\r\n", b"\n")
+    if b"\r" in block:
+        block = block.replace(b"\r\n", b"\n")
     if first_line == 1 and block[:1].isalpha():
         head, _, block = block.partition(b"\n")
         if head.strip().lower().replace(b" ", b"") != b"layer,expert":
@@ -89,15 +91,23 @@ def _rows(path: Path, first_line: int, block: bytes) -> NDArray[np.int64]:
     if not block:
         return np.empty((0, 2), dtype=np.int64)
     codes = np.frombuffer(block, dtype=np.uint8)
-    ends = np.flatnonzero((codes == _COMMA) | (codes == _NEWLINE))
+    # Whatever is below the digits ends a cell, and has to be the comma or the end of line that is expected there.
+    ends = np.flatnonzero(codes < _ZERO)
     lengths = np.diff(ends, prepend=-1) - 1
     separators = codes[ends]
-    good = (lengths >= 1) & (lengths <= _MOST_DIGITS)
-    good &= separators == np.where(np.arange(len(ends)) % 2, _NEWLINE, _COMMA)
-    stray = block.translate(None, b"0123456789,\n")
-    if stray or not good.all() or len(ends) % 2:
-        for number, line in enumerate(block.split(b"\n")[:-1], first_line):
-            cells = line.split(b",")
-            if len(cells) != 2 or not all(cell.isdigit() and len(cell) <= _MOST_DIGITS for cell in cells):
-                fail(path, f"line {number} is {line[:40]!r}, expected two whole numbers: layer,expert")
-    return np.fromstring(block.replace(b"\n", b","), dtype=np.int64, sep=",").reshape(-1, 2)
+    sound = len(ends) % 2 == 0 and codes.max() <= _NINE and lengths.min() >= 1 and lengths.max() <= _MOST_DIGITS
+    if not sound or (separators[::2] != _COMMA).any() or (separators[1::2] != _NEWLINE).any():
+        _complain(path, first_line, block)
+    values = codes[ends - 1].astype(np.int64) - _ZERO
+    for digit in range(1, int(lengths.max())):
+        longer = np.flatnonzero(lengths > digit)
+        values[longer] += (codes[ends[longer] - 1 - digit].astype(np.int64) - _ZERO) * 10**digit
+    return values.reshape(-1, 2)
+
+
+def _complain(path: Path, first_line: int, block: bytes) -> NoReturn:
+    for number, line in enumerate(block.split(b"\n")[:-1], first_line):
+        cells = line.split(b",")
+        if len(cells) != 2 or not all(cell.isdigit() and len(cell) <= _MOST_DIGITS for cell in cells):
+            fail(path, f"line {number} is {line[:40]!r}, expected two whole numbers: layer,expert")
+    fail(path, f"lines from {first_line} on, expected two whole numbers in each: layer,expert")

@@ -1,8 +1,9 @@
 """moe-l2: the map of preferred experts by domain (JSON), and the router map that is made of it (text).
 
-JSON: ``domains.NAME.per_layer_domain_preferred`` ``{"layer": [ids]}``, or ``layers`` ``{"layer": [ids]}``;
-``num_experts`` and ``model`` where they are given. Text: ``layer id id …`` a line, ``#`` before comments. Most
-frequent first. Read from moe-l2 0.14.1.
+JSON: ``domains.NAME`` with ``per_layer_domain_preferred``, ``layers`` or ``per_layer`` ``{"layer": [ids]}``; or one of
+these, or the layers themselves, at the top; ``num_experts`` and ``model`` where they are given. Text: ``layer id id …``
+a line, ``#`` before comments. Most frequent first, but for maps of all domains together, which are in the ids' order.
+Read from moe-l2 0.14.1.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from spark_agent.formats.reading import Found, digits, fail, integer, lines_of, 
 from spark_schemas.model import MAX_BLOCKS, MAX_EXPERTS
 
 __all__ = ["read_moe_l2"]
+
+_TABLES = ("per_layer_domain_preferred", "layers", "per_layer")
 
 
 def read_moe_l2(path: Path, hints: Hints) -> Found:
@@ -63,11 +66,13 @@ def _rows(path: Path, value: Mapping[str, Any], hints: Hints) -> dict[int, Any]:
         chosen = domains.get(hints.domain if hints.domain is not None else names[0])
         if not isinstance(chosen, dict):
             fail(path, f"no domain {hints.domain!r}, found {', '.join(names)[:300]}")
-        table = chosen.get("per_layer_domain_preferred", chosen.get("layers"))
     else:
-        table = value.get("layers")
+        chosen = value
+    table = next((chosen[name] for name in _TABLES if name in chosen), None)
+    if table is None and chosen and all(key.isascii() and key.isdigit() for key in chosen):
+        table = chosen
     if not isinstance(table, dict):
-        fail(path, "neither domains with per_layer_domain_preferred nor layers")
+        fail(path, f"neither domains nor one of {', '.join(_TABLES)}")
     return {digits(path, "a layer", str(key), MAX_BLOCKS - 1): row for key, row in table.items()}
 
 

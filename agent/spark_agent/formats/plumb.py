@@ -11,12 +11,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from spark_agent.formats.hints import Hints
+from spark_agent.formats.npy_file import read_npy
 from spark_agent.formats.reading import (
     MOST_CELLS,
-    FormatError,
     Found,
     check_sums,
     digits,
@@ -30,8 +28,6 @@ from spark_schemas.ids import MAX_COUNT
 from spark_schemas.model import MAX_BLOCKS, MAX_EXPERTS
 
 __all__ = ["read_plumb"]
-
-_MOST_ARRAY_BYTES = 2**28
 
 
 def read_plumb(path: Path, hints: Hints) -> Found:
@@ -111,15 +107,7 @@ def _report(path: Path, value: dict[str, Any]) -> Any:
 
 
 def _array(path: Path) -> Any:
-    try:
-        if path.stat().st_size > _MOST_ARRAY_BYTES:
-            fail(path, f"{path.stat().st_size} bytes, expected at most {_MOST_ARRAY_BYTES}")
-        # Mapped: a header that claims more than the file holds is refused before anything is allocated.
-        values = np.load(path, mmap_mode="r", allow_pickle=False)
-    except OSError as error:
-        raise FormatError(f"cannot read {path}: {error.strerror or error}", "check the path") from error
-    except (ValueError, EOFError, SyntaxError, TypeError, OverflowError) as error:
-        raise FormatError(f"{path.name}: no array of numbers: {error}") from error
-    if not isinstance(values, np.ndarray) or values.ndim != 2 or not 0 < values.size <= MOST_CELLS:
-        fail(path, f"an array of shape {getattr(values, 'shape', None)}, expected layers x experts")
-    return whole_counts(path, "the array", np.asarray(values))
+    values = read_npy(path)
+    if values.ndim != 2 or not 0 < values.size <= MOST_CELLS:
+        fail(path, f"an array of shape {values.shape}, expected layers x experts")
+    return whole_counts(path, "the array", values)

@@ -187,7 +187,7 @@ def check_sums(found: Found) -> None:
     top_ks = {layer.top_k for layer in found.layers}
     if len(sums) > 1:
         found.warnings.append(f"layers count {min(sums)} to {max(sums)} selections: not all saw the same tokens")
-    elif len(top_ks) == 1 and None not in top_ks and found.tokens is None:
+    elif sums and len(top_ks) == 1 and None not in top_ks and found.tokens is None:
         [total], [top_k] = sums, top_ks
         if top_k and total % top_k == 0:
             found.tokens = total // top_k if total // top_k <= MAX_COUNT else None

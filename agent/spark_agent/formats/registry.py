@@ -11,6 +11,7 @@ from spark_agent.formats.fitz import read_pin_list
 from spark_agent.formats.freetoken import read_pool_profile
 from spark_agent.formats.hints import Hints
 from spark_agent.formats.imatrix import read_imatrix
+from spark_agent.formats.ktransformers import read_mask
 from spark_agent.formats.layer_expert_csv import read_layer_expert_csv
 from spark_agent.formats.lucebox import read_csv, read_placement
 from spark_agent.formats.mbolt import read_mbolt
@@ -31,6 +32,7 @@ IMPORTERS: Mapping[str, Callable[[Path, Hints], Found]] = {
     "layer-expert-csv": read_layer_expert_csv,
     "sglang": read_recorder,
     "sglang-location": read_location,
+    "ktransformers-mask": read_mask,
     "vllm-eplb": read_load_stats,
     "vllm-stats": read_routed_experts,
     "plumb": read_plumb,

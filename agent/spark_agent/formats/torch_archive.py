@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spark_agent.formats.reading import FormatError, fail
+from spark_agent.formats.zip_file import opened
 
 __all__ = ["read_torch_archive"]
 
@@ -98,41 +99,24 @@ def read_torch_archive(path: Path) -> Any:
     Raises :class:`FormatError` for any other file, for code in the pickle, compressed entries, and sizes that are
     untrue or too large.
     """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            entries = _entries(path, archive)
-            name = next((name for name in entries if name.endswith("/data.pkl")), None)
-            if name is None:
-                fail(path, "no data.pkl in it: not a file of torch.save")
-            data = _read(path, archive, entries[name], _MOST_PICKLE_BYTES)
-            _check(path, data)
-            reader = _Reader(path, archive, entries, name.removesuffix("data.pkl"), data)
-            try:
-                return reader.load()
-            except FormatError:
-                raise
-            except Exception as error:
-                # A pickle of allowed instructions in a senseless order fails in many ways.
-                raise FormatError(f"{path.name}: damaged pickle: {error}") from error
-    except OSError as error:
-        raise FormatError(f"cannot read {path}: {error.strerror}", "check the path") from error
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError) as error:
-        raise FormatError(f"{path.name}: not a file of torch.save: {error}") from error
-
-
-def _entries(path: Path, archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
-    infos = archive.infolist()
-    if len(infos) > _MOST_ENTRIES:
-        fail(path, f"{len(infos)} entries, expected at most {_MOST_ENTRIES}")
-    entries = {info.filename: info for info in infos}
-    if len(entries) != len(infos):
-        fail(path, "an entry is there twice")
-    for info in infos:
-        if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
-            fail(path, f"{info.filename} is compressed, and torch.save compresses nothing")
-    if sum(info.file_size for info in infos) > path.stat().st_size:
-        fail(path, "its entries claim more bytes than the file has")
-    return entries
+    with opened(path, _MOST_ENTRIES, "a file of torch.save") as found:
+        archive, entries = found.archive, found.infos
+        for info in entries.values():
+            if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+                fail(path, f"{info.filename} is compressed, and torch.save compresses nothing")
+        name = next((name for name in entries if name.endswith("/data.pkl")), None)
+        if name is None:
+            fail(path, "no data.pkl in it: not a file of torch.save")
+        data = _read(path, archive, entries[name], _MOST_PICKLE_BYTES)
+        _check(path, data)
+        reader = _Reader(path, archive, entries, name.removesuffix("data.pkl"), data)
+        try:
+            return reader.load()
+        except FormatError:
+            raise
+        except Exception as error:
+            # A pickle of allowed instructions in a senseless order fails in many ways.
+            raise FormatError(f"{path.name}: damaged pickle: {error}") from error
 
 
 def _read(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo, most: int) -> bytes:
@@ -210,6 +194,11 @@ class _Reader(pickle.Unpickler):
         for extent in reversed(size):
             expected.append(length)
             length *= extent
-        if offset + length > len(values) or (length and stride != tuple(reversed(expected))):
+        # Along an axis of one, a stride is never taken.
+        rows = len(stride) == len(size) and all(
+            found == needed or extent == 1
+            for found, needed, extent in zip(stride, reversed(expected), size, strict=True)
+        )
+        if offset + length > len(values) or (length and not rows):
             fail(self._path, f"a tensor of size {size} and stride {stride} in a storage of {len(values)} numbers")
         return values[offset : offset + length].reshape(size)

@@ -15,6 +15,9 @@ import httpx
 import pytest
 
 from spark_agent.config import Config, Consent, save_config
+from spark_agent.formats.hints import Hints
+from spark_agent.formats.profile import save_profile
+from spark_agent.formats.registry import import_file
 from spark_agent.identity import session_hash
 from spark_agent.manifests import ManifestStore, PullKey
 from spark_agent.paths import config_path, local_key_path, manifests_dir, spool_path, state_dir
@@ -326,3 +329,32 @@ def test_a_session_key_that_is_open_to_others_is_known_before_loading(agent_cli)
     local_key_path().chmod(0o644)
     agent_cli("run", "-p", 0).failed(1, "session.key", "chmod 600")
     assert spool_path().exists()
+
+
+def test_an_imported_profile_starts_the_slots_and_promises_nothing(agent_cli, tmp_path):
+    shape = read_model_shape(demo_model_path())
+    counted = {"expert_counts": [[expert * 8 for expert in range(layer.n_experts)] for layer in shape.layers]}
+    (tmp_path / "pool.json").write_text(json.dumps(counted))
+    path = tmp_path / "profile.json"
+    with running("--residency", "1", "--workload", "chat") as (process, start):
+        all_in_slots = chat(start, "How are you today?")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    profile = import_file("freetoken", tmp_path / "pool.json", "docs", Hints(), shape)
+    save_profile(path, profile)
+    with running("--manifest", path, "--residency", "0.4") as (process, start):
+        told = start["manifest"]
+        assert (told["source"], told["format"], told["workload"]) == ("imported", "freetoken", "docs")
+        assert told["expected_cold_hit_rate"] is None
+        assert told["profile_revision"] is None
+        assert told["slots"] == start["tiers"]["slots"]
+        assert chat(start, "How are you today?") == all_in_slots
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=20)
+        assert process.returncode == 0
+    assert "no cold-hit rate is expected of it" in err
+    shown = agent_cli("upload", "show", "--minimum-tokens", "1")
+    upload = HistogramUpload.model_validate_json(shown.out)
+    assert all(session.live is None or session.live.profile is None for session in upload.sessions)
+    (docs,) = (session for session in upload.sessions if session.workload == "docs")
+    assert docs.live is None, "what it missed is not mixed with what was missed without a profile"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from spark_agent.errors import SparkError, UsageError
 from spark_agent.formats.exports import EXPORTERS, Wanted, export, profile_of_manifest
 from spark_agent.formats.hints import Hints
-from spark_agent.formats.llama_cpp import flags_for
 from spark_agent.formats.profile import ImportedLayer, ImportedProfile, bind, load_profile, save_profile
 from spark_agent.formats.registry import import_file
+from spark_agent.formats.torch_archive import read_torch_archive
 from spark_schemas.model import ExpertLayer, ModelShape
 
 
@@ -63,13 +63,13 @@ def again(
     folder: Path, form: str, profile: ImportedProfile, shape: ModelShape | None, **options: Any
 ) -> ImportedProfile:
     exported = export(form, Wanted(profile, shape, **options))
-    path = folder / "exported"
+    path = folder / f"exported{'.pt' if form == 'ktransformers' else ''}"
     path.write_bytes(exported.content)
     hints = Hints(n_experts=profile.histograms[0].n_experts, top_k=profile.histograms[0].top_k)
-    return import_file(form, path, "chat", hints, shape)
+    return import_file("sglang" if form == "ktransformers" else form, path, "chat", hints, shape)
 
 
-@pytest.mark.parametrize("form", ["lucebox-csv", "freetoken", "sglang-location"])
+@pytest.mark.parametrize("form", ["lucebox-csv", "freetoken", "sglang-location", "ktransformers"])
 @settings(deadline=None, max_examples=60)
 @given(profile=profiles(), named=st.booleans())
 def test_counts_come_back_as_they_were(tmp_path_factory, form: str, profile: ImportedProfile, named: bool) -> None:
@@ -105,29 +105,38 @@ def test_orders_come_back_as_they_were(tmp_path_factory, form: str, profile: Imp
 
 @settings(deadline=None)
 @given(profile=profiles(), residency=st.floats(0.01, 1))
-def test_a_mask_marks_the_hot_experts(profile: ImportedProfile, residency: float) -> None:
+def test_a_mask_marks_the_hot_experts(tmp_path_factory, profile: ImportedProfile, residency: float) -> None:
     shape = shape_of(profile)
     mask = np.load(io.BytesIO(export("ktransformers-mask", Wanted(profile, shape, residency)).content))
     placement = json.loads(export("lucebox-placement", Wanted(profile, shape, residency)).content)
     assert mask.dtype == np.bool_
     assert [np.flatnonzero(row).tolist() for row in mask] == [sorted(row) for row in placement["hot_expert_ids"]]
+    path = tmp_path_factory.getbasetemp() / "mask.pt"
+    path.write_bytes(export("ktransformers-mask-pt", Wanted(profile, shape, residency)).content)
+    tensor = read_torch_archive(path)["gpu_experts_mask"]
+    assert tensor.dtype == np.bool_
+    assert tensor.tolist() == mask.tolist()
+    again = import_file("ktransformers-mask", path, "chat", Hints(), shape)
+    assert [list(layer.ranking or ()) for layer in again.histograms] == [
+        np.flatnonzero(row).tolist() for row in mask if row.any()
+    ]
 
 
-@settings(deadline=None)
-@given(profile=profiles(), share=st.floats(0, 1))
-def test_flags_of_llama_cpp_fit_the_budget(profile: ImportedProfile, share: float) -> None:
-    shape = shape_of(profile)
-    budget = int(share * shape.expert_bytes_total)
-    flags = flags_for(shape, budget)
-    sizes = {layer.block: layer.n_experts * layer.expert_bytes for layer in shape.layers}
-    pattern = re.compile(flags.override.removesuffix("=CPU")) if flags.override else None
-    on_cpu = {b for b in sizes if pattern is not None and pattern.search(f"blk.{b}.ffn_gate_up_exps.weight")}
-    assert on_cpu == set(flags.blocks_on_cpu)
-    assert sum(size for block, size in sizes.items() if block not in on_cpu) == flags.resident_bytes <= budget
-    assert flags.resident_bytes_n_cpu_moe <= budget
-    # No layer on the CPU would still have fitted.
-    assert all(flags.resident_bytes + sizes[block] > budget for block in on_cpu)
-    assert not any(pattern.search(f"blk.{b}.ffn_up_shexp.weight") for b in sizes if pattern is not None)
+COUNTED = ("lucebox-csv", "freetoken", "sglang-location", "ktransformers")
+
+
+@settings(deadline=None, max_examples=25)
+@given(profile=profiles())
+def test_counts_go_through_any_two_formats(tmp_path_factory, profile: ImportedProfile) -> None:
+    """And an order made of them is the same by whichever way they came."""
+    shape, folder = shape_of(profile), tmp_path_factory.getbasetemp()
+    order = again(folder, "fitz", profile, shape)
+    for first, second in itertools.product(COUNTED, COUNTED):
+        found = again(folder, second, again(folder, first, profile, shape), shape)
+        assert [layer.counts for layer in found.histograms] == [layer.counts for layer in profile.histograms]
+        assert again(folder, "fitz", found, shape).histograms == order.histograms
+    for ordered in ("fitz", "lucebox-placement"):
+        assert again(folder, ordered, order, shape).histograms == order.histograms
 
 
 def test_exports_that_cannot_be(make_manifest) -> None:

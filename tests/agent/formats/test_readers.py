@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import struct
 from collections.abc import Callable
@@ -140,6 +139,7 @@ def test_imatrix_says_what_it_cannot_know(imatrix, read):
     assert says(found, "rounded")
     assert says(found, "not all saw the same tokens")
     assert says(found, "no multiple of the header's")
+    assert says(read("imatrix", imatrix(of_layer(0, [7, 7, 7]))), "every expert counts the same")
     different = of_layer(0, [4, 0, 2], ("up",)) | of_layer(0, [4, 1, 1], ("down",))
     assert says(read("imatrix", imatrix(different)), "counts its tensors differently")
 
@@ -150,6 +150,12 @@ def test_imatrix_counts_that_are_none(imatrix, read, row):
         read("imatrix", imatrix(of_layer(0, row)))
 
 
+def older(name: str, n_values: int = 8) -> bytes:
+    """The format before GGUF: entries of a name, the number of calls, and a mean for each column."""
+    entry = struct.pack("<i", len(name)) + name.encode() + struct.pack("<ii", 10, n_values) + bytes(4 * n_values)
+    return struct.pack("<i", 1) + entry + struct.pack("<ii", 10, 4) + b"text"
+
+
 def test_imatrix_files_that_are_none(imatrix, read, write, tmp_path):
     with pytest.raises(FormatError, match=r"general\.type"):
         read("imatrix", imatrix(of_layer(0, [1, 2, 3]), kind="model"))
@@ -158,7 +164,11 @@ def test_imatrix_files_that_are_none(imatrix, read, write, tmp_path):
     with pytest.raises(FormatError, match="a float32 for each expert"):
         read("imatrix", imatrix({"blk.0.ffn_up_exps.weight.counts": np.ones((2, 3))}))
     with pytest.raises(FormatError, match="older format"):
+        read("imatrix", write("imatrix.dat", older("blk.0.ffn_up_exps.weight")))
+    with pytest.raises(FormatError, match="not a GGUF model"):
         read("imatrix", write("imatrix.dat", struct.pack("<i", 3) + b"blk"))
+    with pytest.raises(FormatError, match="converted from the older format"):
+        read("imatrix", imatrix(of_layer(0, [512.0])))
     whole = imatrix(of_layer(0, [1, 2, 3])).read_bytes()
     for length in (8, len(whole) // 2, len(whole) - 24):
         with pytest.raises(FormatError):
@@ -307,6 +317,8 @@ def test_moe_l2(write, read):
     with pytest.raises(FormatError, match="num_experts 4"):
         read("moe-l2", path, domain="chat", n_experts=8)
     assert rankings(read("moe-l2", write("v4.json", {"layers": {"0": [7, 3]}}))) == [[7, 3]]
+    for table in ({"per_layer": {"0": [7, 3]}}, {"0": [7, 3]}, {"per_layer_domain_preferred": {"0": [7, 3]}}):
+        assert rankings(read("moe-l2", write("any.json", table))) == [[7, 3]]
     text = read("moe-l2", write("router.map", "# EXPERT_TOTAL 3\n0 7 3\n2 1\n"), n_experts=8)
     assert [(layer.block, list(layer.ranking)) for layer in text.histograms] == [(0, [7, 3]), (2, [1])]
 
@@ -333,55 +345,6 @@ def test_moe_l2(write, read):
 def test_moe_l2_maps_that_are_none(write, read, name, content):
     with pytest.raises(FormatError):
         read("moe-l2", write(name, content))
-
-
-# ---- exl3moe
-
-
-def safetensors(metadata: Any = None, **changes: Any) -> bytes:
-    data = np.array(COUNTS, dtype="<i8").tobytes()
-    entry = {"dtype": "I64", "shape": [2, 3], "data_offsets": [0, len(data)]} | changes
-    header = json.dumps({"counts": entry} | ({} if metadata is None else {"__metadata__": metadata})).encode()
-    return struct.pack("<Q", len(header)) + header + data
-
-
-def test_exl3moe(write, read):
-    bound = {"fingerprint": json.dumps({"architecture": "Glm5", "layers": 2})}
-    found = read("exl3moe", write("a.exl3moe", safetensors(bound)))
-    assert counts(found) == COUNTS
-    assert found.model is not None
-    assert "Glm5" in found.model
-    assert says(read("exl3moe", write("a.exl3moe", safetensors())), "of which model")
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"\0" * 8,
-        struct.pack("<Q", 2**40) + b"{}",
-        struct.pack("<Q", 3) + b"{}",
-        struct.pack("<Q", 2) + b"[]",
-        struct.pack("<Q", 2) + b"{}",
-        safetensors({"fingerprint": "text"}),
-        safetensors({"fingerprint": "[1]"}),
-        safetensors({"fingerprint": {"architecture": "Glm5"}}),
-        safetensors(dtype="BF16"),
-        safetensors(shape=[3, 3]),
-        safetensors(shape=[2**40, 3]),
-        safetensors(shape=[6]),
-        safetensors(shape=[-2, -3]),
-        safetensors(data_offsets=[8, 56]),
-        safetensors(data_offsets=[-8, 40]),
-        safetensors(data_offsets=None),
-        safetensors(dtype="F64"),
-        safetensors()[:-1],
-    ],
-    ids=range(19),
-)
-def test_exl3moe_files_that_are_none(write, read, content):
-    with pytest.raises(FormatError):
-        read("exl3moe", write("a.exl3moe", content))
 
 
 # ---- freetoken

@@ -13,6 +13,7 @@ from torch_file import TorchFile, save
 
 from spark_agent.formats.reading import FormatError
 from spark_agent.formats.torch_archive import read_torch_archive
+from spark_agent.formats.torch_writer import torch_archive_bytes
 
 COUNTS = np.arange(24, dtype="<i4").reshape(2, 3, 4)
 
@@ -67,6 +68,33 @@ def test_a_pickled_call_is_refused(tmp_path: Path, protocol: int) -> None:
     refused(archive, archive.read_bytes(), "its pickle")
     # The format before archives: a pickle and nothing around it.
     refused(archive, pickle.dumps(Bomb(), protocol), "not a file of torch.save")
+
+
+def test_what_is_written_is_read_as_it_was(tmp_path: Path) -> None:
+    tables = {
+        "mask": COUNTS[0] % 3 == 0,
+        "counts": COUNTS.astype("<i8")[None],
+        "fortran": np.asfortranarray(COUNTS[0]),
+        "share": COUNTS.astype("<f4") / 7,
+        "none": np.zeros((0, 3), dtype="<i8"),
+    }
+    path = tmp_path / "a.pt"
+    path.write_bytes(torch_archive_bytes(tables, {"model": "Qwen ü"}))
+    found = read_torch_archive(path)
+    assert found.pop("model") == "Qwen ü"
+    assert {name: (table.dtype, table.tolist()) for name, table in found.items()} == {
+        name: (table.dtype, table.tolist()) for name, table in tables.items()
+    }
+    assert torch_archive_bytes(tables, {"model": "Qwen ü"}) == path.read_bytes()
+    with pytest.raises(KeyError):
+        torch_archive_bytes({"complex": np.ones(2, dtype=complex)}, {})
+
+
+def test_a_stride_along_an_axis_of_one_is_never_taken(tmp_path: Path) -> None:
+    file = TorchFile()
+    path = tmp_path / "a.pt"
+    path.write_bytes(file.archive(file.tensor(COUNTS[:1], stride=(0, 4, 1))))
+    assert read_torch_archive(path).tolist() == COUNTS[:1].tolist()
 
 
 def test_storages_that_lie(tmp_path: Path) -> None:
