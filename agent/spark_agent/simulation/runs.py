@@ -11,6 +11,7 @@ from spark_agent.simulation.counts import count_rows, given_profile
 from spark_agent.simulation.rows import Report, Row, TunedRow
 from spark_agent.simulation.sources import Source
 from spark_runtime.simulator.policies import CACHES, POLICIES, Cache, PolicyName
+from spark_runtime.simulator.pools import MAX_SLOT_TOKENS
 from spark_runtime.simulator.study import (
     PROFILES,
     Judgement,
@@ -24,6 +25,7 @@ from spark_runtime.simulator.study import (
 
 if TYPE_CHECKING:
     from spark_agent.simulation.machines import MachineFigures
+    from spark_runtime.simulator.cost import Machine
 
 __all__ = ["Plan", "SlotsOf", "run"]
 
@@ -114,7 +116,7 @@ def run(
         _trace_rows(plan, source, workload, report, advance)
     else:
         count_rows(plan, source, workload, report)
-    _predict(report, source, figures)
+    _predict(report, source, figures, plan.ubatch)
     return report
 
 
@@ -252,7 +254,7 @@ def _tune(plan: Plan, study: Study, residency: float, report: Report) -> None:
             report.rows.append(_finished(row, study, slots, plan, cache))
 
 
-def _predict(report: Report, source: Source, figures: MachineFigures | None) -> None:
+def _predict(report: Report, source: Source, figures: MachineFigures | None, ubatch: int) -> None:
     if figures is None:
         return
     machine, measured = figures.machine, figures.expert_bytes
@@ -267,12 +269,20 @@ def _predict(report: Report, source: Source, figures: MachineFigures | None) -> 
         )
     if figures.fingerprint is not None and figures.fingerprint != source.fingerprint:
         report.notes.append("a token's time was measured with another model: pass --token-ms for this one's")
-    report.rows = [
-        row
-        if row.loads_per_token is None or row.phase == "prefill"
-        else replace(row, predicted_tok_s=round(machine.decode_tok_s(row.loads_per_token, own or 0.0), 2))
-        for row in report.rows
-    ]
+    report.rows = [replace(row, predicted_tok_s=_rate(machine, row, source, ubatch)) for row in report.rows]
+
+
+def _rate(machine: Machine, row: Row, source: Source, ubatch: int) -> float | None:
+    """Tokens a second; of prompts only where experts are fetched layer by layer, and everything is known."""
+    if row.phase != "prefill":
+        if row.loads_per_token is None:
+            return None
+        return round(machine.decode_tok_s(row.loads_per_token, source.mean_expert_bytes or 0.0), 2)
+    if machine.prompt_token_s is None or machine.link_bytes_per_s is None or ubatch <= MAX_SLOT_TOKENS:
+        return None
+    total = sum(layer.n_experts * layer.expert_bytes for layer in source.layers)
+    absent = max(0, total - (row.slot_bytes or 0)) / len(source.layers)
+    return round(machine.prefill_tok_s(ubatch, [absent] * len(source.layers)), 2)
 
 
 def _note(report: Report, text: str) -> None:
