@@ -204,16 +204,13 @@ def comparable(study: Study, name: str) -> Iterator[dict[str, Any]]:
 def tuning(study: Study, name: str) -> Iterator[dict[str, Any]]:
     """Numbers searched on calibration sessions, judged on held-out ones, beside the runtime's own."""
     for residency in (0.3, 0.6):
-        slots = equal_slots(study.trace, residency)
-        for shared in ("layer", "pool"):
-            cache = Cache("scored", shared)
-            found = study.tune(cache, slots, "mixed")
-            tuned = replace(cache, decay=found.decay, prior_tokens=found.prior_tokens)
-            usual, better = (study.judge(one, slots, "mixed").cold_hit_rate for one in (cache, tuned))
-            yield row("tuned", name, better.mean, None, sharing=shared, residency=residency, decay=found.decay,
-                      prior_tokens=found.prior_tokens, untuned=usual.mean,
-                      saved_held_out=1 - better.mean / usual.mean,
-                      saved_where_tuned=1 - found.cold_hit_rate / found.default_cold_hit_rate)  # fmt: skip
+        slots, cache = equal_slots(study.trace, residency), Cache("scored")
+        found = study.tune(cache, slots, "mixed")
+        tuned = replace(cache, decay=found.decay, prior_tokens=found.prior_tokens)
+        usual, better = (study.judge(one, slots, "mixed").cold_hit_rate for one in (cache, tuned))
+        yield row("tuned", name, better.mean, None, residency=residency, decay=found.decay,
+                  prior_tokens=found.prior_tokens, untuned=usual.mean, saved_held_out=1 - better.mean / usual.mean,
+                  saved_where_tuned=1 - found.cold_hit_rate / found.default_cold_hit_rate)  # fmt: skip
 
 
 def positions(study: Study, name: str, residency: float) -> Iterator[dict[str, Any]]:

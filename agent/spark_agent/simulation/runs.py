@@ -280,9 +280,8 @@ def _rate(machine: Machine, row: Row, source: Source, ubatch: int) -> float | No
         return round(machine.decode_tok_s(row.loads_per_token, source.mean_expert_bytes or 0.0), 2)
     if machine.prompt_token_s is None or machine.link_bytes_per_s is None or ubatch <= MAX_SLOT_TOKENS:
         return None
-    total = sum(layer.n_experts * layer.expert_bytes for layer in source.layers)
-    absent = max(0, total - (row.slot_bytes or 0)) / len(source.layers)
-    return round(machine.prefill_tok_s(ubatch, [absent] * len(source.layers)), 2)
+    absent = sum(layer.n_experts for layer in source.layers) * (1 - row.residency) / len(source.layers)
+    return round(machine.prefill_tok_s(ubatch, [absent] * len(source.layers), source.mean_expert_bytes or 0.0), 2)
 
 
 def _note(report: Report, text: str) -> None:

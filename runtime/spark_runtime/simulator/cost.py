@@ -65,15 +65,16 @@ class Machine:
             copy_s += pageable_share * expert_bytes * (1 / self.pageable_bytes_per_s - 1 / self.link_bytes_per_s)
         return 1.0 / (self.token_s + self.n_layers * self.layer_s + loads_per_token * (self.miss_s + copy_s))
 
-    def prefill_tok_s(self, tokens_at_once: int, fetched_bytes: Sequence[float]) -> float:
-        """Prompt tokens a second; ``fetched_bytes`` of each layer are not resident and fetched once a batch.
+    def prefill_tok_s(self, tokens_at_once: int, fetched: Sequence[float], expert_bytes: float) -> float:
+        """Prompt tokens a second; ``fetched`` experts of each layer are copied one by one in every batch.
 
         The first layer waits for its own. Raises ``ValueError`` where neither the link nor a prompt's token is known.
         """
-        if self.prompt_token_s is None or self.link_bytes_per_s is None or not fetched_bytes:
+        if self.prompt_token_s is None or self.link_bytes_per_s is None or not fetched:
             raise ValueError("a prompt's token with everything resident, or the link's rate, is not known")
-        computed_s = tokens_at_once * self.prompt_token_s / len(fetched_bytes)
-        fetches_s = [self.miss_s + size / self.link_bytes_per_s if size else 0.0 for size in fetched_bytes]
+        computed_s = tokens_at_once * self.prompt_token_s / len(fetched)
+        copy_s = self.miss_s + expert_bytes / self.link_bytes_per_s
+        fetches_s = [count * copy_s for count in fetched]
         following = [*fetches_s[1:], 0.0]
         return tokens_at_once / (fetches_s[0] + sum(max(computed_s, fetch_s) for fetch_s in following))
 
