@@ -219,6 +219,8 @@ class _Keys:
         self.shared = pools.n_layers > 1
         if self.shared:
             self.lowest = self.by_layer.min(axis=2)
+            self.floor = pools.floor[lanes]
+            self.at_floor = self.n_resident <= self.floor
 
     def ensure(
         self, layer: int, entries: IntArray, missing: NDArray[np.bool_], through: NDArray[np.bool_] | None
@@ -262,11 +264,10 @@ class _Keys:
             self.resident[lanes, wanted] = True
             return
         lowest = self.lowest[lanes]
-        lowest[:, layer] = _NEVER
         if self.pools.waiting:
             waiting = lowest[:, layer + 1 :]
             waiting[waiting < _TOUCHED] += self.pools.waiting
-        lowest[self.n_resident[lanes] <= self.pools.floor[self.lanes][lanes]] = _NEVER
+        lowest[self.at_floor[lanes]] = _NEVER
         lowest[:, layer] = own.min(axis=1)
         owner = lowest.argmin(axis=1)
         theirs = self.by_layer[lanes, owner]
@@ -279,6 +280,8 @@ class _Keys:
         self.resident[lanes, wanted] = True
         self.n_resident[lanes, owner] -= 1
         self.n_resident[lanes, layer] += 1
+        self.at_floor[lanes, owner] = self.n_resident[lanes, owner] <= self.floor[lanes, owner]
+        self.at_floor[lanes, layer] = self.n_resident[lanes, layer] <= self.floor[lanes, layer]
         self.lowest[lanes, owner] = theirs.min(axis=1)
 
 
