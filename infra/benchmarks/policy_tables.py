@@ -1,6 +1,6 @@
 """The published tables of policies, and ours: which experts to keep, one pool or not, what a profile is worth.
 
-Usage: policy_tables.py --routing FOLDER --model GGUF --texts FOLDER [--chunks N] [--out FILE]. FOLDER of routing holds
+Usage: policy_tables.py --routing FOLDER --model GGUF --texts FOLDER [--chunks N] [--tune] [--out FILE]. FOLDER of routing holds
 gptoss20b and esft_deepseek_v2_lite; texts are DOMAIN/PROJECT.txt. Every number is of held-out sessions; each row has
 the published one beside it, where there is one.
 """
@@ -282,6 +282,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--texts", type=Path, required=True)
     parser.add_argument("--chunks", type=int, default=8, help="of 960 tokens, from each text")
+    parser.add_argument("--tune", action="store_true", help="also search decay and prior, which takes many minutes")
     options = parser.parse_args()
     started = time.monotonic()
     rows: list[dict[str, Any]] = []
@@ -294,9 +295,11 @@ def main() -> None:
     for source in sources:
         study = Study(source.trace, source.workloads, source.held_out)
         sessions[source.name] = {"calibration": len(study.calibrating), "held_out": len(study.judging)}
-        for made in (keeping(study, source.name), sharing(study, source.name), comparable(study, source.name),
-                     tuning(study, source.name), positions(study, source.name, 0.6),
-                     positions(study, source.name, 0.85)):  # fmt: skip
+        tables = [keeping(study, source.name), sharing(study, source.name), comparable(study, source.name),
+                  positions(study, source.name, 0.6), positions(study, source.name, 0.85)]  # fmt: skip
+        if options.tune:
+            tables.append(tuning(study, source.name))
+        for made in tables:
             rows += made
         if source is sources[-1]:
             rows += background(study, source.name, source)
