@@ -1,8 +1,8 @@
 """The published tables of policies, and ours: which experts to keep, one pool or not, what a profile is worth.
 
-Usage: policy_tables.py --routing FOLDER --model GGUF --texts FOLDER [--chunks N] [--tune] [--out FILE]. FOLDER of routing holds
-gptoss20b and esft_deepseek_v2_lite; texts are DOMAIN/PROJECT.txt. Every number is of held-out sessions; each row has
-the published one beside it, where there is one.
+Usage: policy_tables.py --routing FOLDER --model GGUF --texts FOLDER [--chunks N] [--tune] [--out FILE]. FOLDER of
+routing holds gptoss20b and esft_deepseek_v2_lite; texts are DOMAIN/PROJECT.txt. Every number is of held-out sessions;
+each row has the published one beside it, where there is one.
 """
 
 from __future__ import annotations
