@@ -1,6 +1,6 @@
 """The published tables of policies, and ours: which experts to keep, one pool or not, what a profile is worth.
 
-Usage: policy_tables.py --routing FOLDER --model GGUF [...] --texts FOLDER [--machine BENCH.json] [--chunks N]
+Usage: policy_tables.py --routing FOLDER --model GGUF [...] --texts FOLDER [--machine BENCH.json] [--chunks N] [--tune]
 [--out FILE]. FOLDER of routing holds gptoss20b and esft_deepseek_v2_lite; texts are DOMAIN/PROJECT.txt. Every number is
 of held-out sessions; each row has the published one beside it, where there is one. Tokens a second are predicted by the
 cost model, for the machine of a `spark-agent bench` and for the one that the published numbers are of.
@@ -8,18 +8,23 @@ cost model, for the machine of a `spark-agent bench` and for the one that the pu
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from laguna_tables import LagunaTables
 from published_routing import published, recorded
 from report import parser_of, report, row
 
+from spark_runtime.predict.selections import indicators, moving_averages
 from spark_runtime.simulator.policies import Cache, PolicyName
-from spark_runtime.simulator.study import ProfileName, Study, equal_slots
+from spark_runtime.simulator.study import ProfileName, Study, equal_slots, placed_slots
+from spark_runtime.tier_start import DECAY, PRIOR_TOKENS
 
 KEEPING: dict[PolicyName, dict[str, float]] = {
     "uniform": {
@@ -126,6 +131,18 @@ NEARLY_ALL: dict[str, tuple[float, float]] = {
     "DeepSeek-V2-Lite mixed": (0.038, 0.040),
     "DeepSeek-V2-Lite own": (0.035, 0.037),
 }
+SHARING: dict[str, tuple[Cache, str | None]] = {
+    "layer": (Cache("scored"), "layer"),
+    "placed": (Cache("scored"), None),
+    "pool": (Cache("scored", "pool"), "pool"),
+    "placed pool": (Cache("scored", "pool"), None),
+    "pool, layers to come doubled": (Cache("scored", "pool", waiting_doublings=1), None),
+    "pool, layers to come doubled twice": (Cache("scored", "pool", waiting_doublings=2), None),
+    "pool, token foreseen": (Cache("scored", "pool", foreseen=True), "pool"),
+}
+"""With which of the published rows each is to be compared."""
+SCORES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 34.0)
+FEWEST_SEEN = 200
 
 
 def keeping(study: Study, name: str) -> Iterator[dict[str, Any]]:
@@ -140,13 +157,57 @@ def keeping(study: Study, name: str) -> Iterator[dict[str, Any]]:
 
 
 def sharing(study: Study, name: str) -> Iterator[dict[str, Any]]:
+    frequency = study.frequency("mixed")
+    if frequency is None:
+        raise ValueError("no session calibrates")
     for residency in (0.3, 0.6):
         slots = equal_slots(study.trace, residency)
-        for shared in ("layer", "pool"):
-            rate = study.judge(Cache("scored", shared), slots, "mixed").cold_hit_rate.mean
+        placed = placed_slots(study.trace, residency, frequency)
+        for shared, (cache, given) in SHARING.items():
+            rate = study.judge(cache, placed if shared.startswith("placed") else slots, "mixed").cold_hit_rate.mean
             yield row(
-                "one pool", name, rate, POOL.get(f"{name} {shared} {residency}"), sharing=shared, residency=residency
+                "one pool",
+                name,
+                rate,
+                None if given is None else POOL.get(f"{name} {given} {residency}"),
+                sharing=shared,
+                residency=residency,
             )
+        rate = study.judge(Cache("static"), placed, "mixed").cold_hit_rate.mean
+        yield row("one pool", name, rate, None, sharing="placed, nothing moves", residency=residency)
+
+
+def comparable(study: Study, name: str) -> Iterator[dict[str, Any]]:
+    """Whether a score means the same in every layer: how often an expert is selected next, by its score."""
+    trace, frequency = study.trace.select(study.calibrating), study.frequency("mixed")
+    if frequency is None:
+        raise ValueError("no session calibrates")
+    chances = np.full((len(trace.ids), len(SCORES) - 1), np.nan)
+    for layer, ids in enumerate(trace.ids):
+        scores = moving_averages(trace, layer, DECAY, frequency[layer], PRIOR_TOKENS)
+        selected = indicators(ids, trace.n_experts[layer])
+        for part, (low, high) in enumerate(itertools.pairwise(SCORES)):
+            inside = (scores >= low) & (scores < high)
+            if inside.sum() >= FEWEST_SEEN:
+                chances[layer, part] = selected[inside].mean()
+    for part, (low, high) in enumerate(itertools.pairwise(SCORES)):
+        known = chances[~np.isnan(chances[:, part]), part]
+        if len(known):
+            first, median, last = (round(float(value), 4) for value in np.quantile(known, [0.1, 0.5, 0.9]))
+            yield {"table": "chance of a selection by score", "model": name, "score": [low, high],
+                   "layers_10_50_90_percent": [first, median, last], "n_layers": len(known)}  # fmt: skip
+
+
+def tuning(study: Study, name: str) -> Iterator[dict[str, Any]]:
+    """Numbers searched on calibration sessions, judged on held-out ones, beside the runtime's own."""
+    for residency in (0.3, 0.6):
+        slots, cache = equal_slots(study.trace, residency), Cache("scored")
+        found = study.tune(cache, slots, "mixed")
+        tuned = replace(cache, decay=found.decay, prior_tokens=found.prior_tokens)
+        usual, better = (study.judge(one, slots, "mixed").cold_hit_rate for one in (cache, tuned))
+        yield row("tuned", name, better.mean, None, residency=residency, decay=found.decay,
+                  prior_tokens=found.prior_tokens, untuned=usual.mean, saved_held_out=1 - better.mean / usual.mean,
+                  saved_where_tuned=1 - found.cold_hit_rate / found.default_cold_hit_rate)  # fmt: skip
 
 
 def positions(study: Study, name: str, residency: float) -> Iterator[dict[str, Any]]:
@@ -173,6 +234,7 @@ def main() -> None:
     parser.add_argument("--texts", type=Path, required=True)
     parser.add_argument("--machine", type=Path, help="of `spark-agent bench --json`")
     parser.add_argument("--chunks", type=int, default=8, help="of 960 tokens, from each text")
+    parser.add_argument("--tune", action="store_true", help="also search decay and prior, which takes many minutes")
     options = parser.parse_args()
     started = time.monotonic()
     rows: list[dict[str, Any]] = []
@@ -186,8 +248,12 @@ def main() -> None:
     for source in sources:
         study = Study(source.trace, source.workloads, source.held_out)
         sessions[source.name] = {"calibration": len(study.calibrating), "held_out": len(study.judging)}
-        for made in (keeping(study, source.name), sharing(study, source.name), positions(study, source.name, 0.6),
-                     positions(study, source.name, 0.85), laguna.rows(study, source)):  # fmt: skip
+        tables = [keeping(study, source.name), sharing(study, source.name), comparable(study, source.name),
+                  positions(study, source.name, 0.6), positions(study, source.name, 0.85),
+                  laguna.rows(study, source)]  # fmt: skip
+        if options.tune:
+            tables.append(tuning(study, source.name))
+        for made in tables:
             rows += made
         sys.stderr.write(f"{source.name}: {time.monotonic() - started:.0f} s\n")
     report({"sessions": sessions, "seconds": round(time.monotonic() - started, 1), "rows": rows}, options.out)

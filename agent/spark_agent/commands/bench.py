@@ -17,6 +17,7 @@ from spark_agent.tiering import MOST_THREADS
 if TYPE_CHECKING:
     from spark_agent.benchmark import Benchmark, Row
     from spark_agent.output import Output
+    from spark_runtime.link import Link
 
 __all__ = ["bench_command"]
 
@@ -85,7 +86,7 @@ def bench_command(
     ):
         benchmark.check = check
         rows = benchmark.run(advance)
-    _report(context.output, benchmark, rows)
+    _report(context.output, benchmark, rows, _link(context.output, benchmark))
 
 
 def _shares(option: str, given: list[float] | None, default: tuple[float, ...]) -> tuple[float, ...]:
@@ -95,7 +96,18 @@ def _shares(option: str, given: list[float] | None, default: tuple[float, ...]) 
     return tuple(dict.fromkeys(given)) if given else default
 
 
-def _report(output: Output, benchmark: Benchmark, rows: list[Row]) -> None:
+def _link(output: Output, benchmark: Benchmark) -> Link | None:
+    """What a copy takes here, which tells a simulation of other models what their misses would."""
+    from spark_runtime.link import LinkError, measure_link
+
+    try:
+        return measure_link(on_gpu=benchmark.on_cards)
+    except LinkError as error:
+        output.warning(f"the link to the GPU was not measured: {error}")
+        return None
+
+
+def _report(output: Output, benchmark: Benchmark, rows: list[Row], link: Link | None) -> None:
     from spark_agent.benchmark import identical_output
 
     identical = identical_output(rows)
@@ -120,6 +132,7 @@ def _report(output: Output, benchmark: Benchmark, rows: list[Row]) -> None:
             "long_prompt": workload.long_prompt,
             "calibration": 0 if benchmark.manifest is not None else workload.calibration,
         },
+        "machine": {"n_layers": len(shape.layers), "link": None if link is None else link.as_json()},
         "identical_output": identical,
         "note": note,
         "rows": [row.as_json() for row in rows],

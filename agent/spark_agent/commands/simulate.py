@@ -35,7 +35,11 @@ def simulate_command(
         list[str] | None, typer.Option(help=f"Policy; {_LIST}. [default: all that the input allows]")
     ] = None,
     sharing: Annotated[
-        list[str] | None, typer.Option(help=f"Slots of each layer's own (layer) or one pool; {_LIST}. [default: both]")
+        list[str] | None,
+        typer.Option(
+            help="Slots of each layer's own, equal (layer) or by the profile's frequency per byte (placed), or one "
+            f"pool; {_LIST}. [default: all three]"
+        ),
     ] = None,
     profile: Annotated[
         list[str] | None,

@@ -43,7 +43,14 @@ def machine_of(
     fingerprint = measured if isinstance(measured, str) and not token_ms else None
     if "rows" in value:
         fitted = _fitted(value, path, token_ms / 1000)
-        value = {"token_s": fitted.token_s, "miss_s": fitted.miss_s}
+        value = {
+            **_measured_link(value),
+            "token_s": fitted.token_s,
+            "miss_s": fitted.miss_s,
+            "layer_s": fitted.layer_s,
+            "n_layers": fitted.n_layers,
+            "prompt_token_s": _prompt_token_s(value),
+        }
     token_s = token_ms / 1000 or _number(value, "token_s")
     link = link_bytes_per_s or _number(value, "link_bytes_per_s")
     miss_s = miss_us / 1e6 or _number(value, "miss_s")
@@ -52,7 +59,16 @@ def machine_of(
     if miss_s is None and link is None:
         raise UsageError("nothing says what a miss takes", "pass --machine BENCH.json, or --link and --miss-us")
     try:
-        return MachineFigures(Machine(token_s, miss_s or 0.0, link), expert_bytes, fingerprint)
+        machine = Machine(
+            token_s,
+            miss_s or 0.0,
+            link,
+            _number(value, "layer_s") or 0.0,
+            int(_number(value, "n_layers") or 0),
+            _number(value, "pageable_bytes_per_s"),
+            _number(value, "prompt_token_s"),
+        )
+        return MachineFigures(machine, expert_bytes, fingerprint)
     except ValueError as error:
         raise SparkError(f"{path or 'the figures'}: {error}") from error
 
@@ -82,6 +98,31 @@ def _number(value: dict[str, Any], key: str) -> float | None:
     return float(found)
 
 
+def _machine(value: dict[str, Any]) -> dict[str, Any]:
+    """What ``spark-agent bench`` measured of the machine itself; earlier ones did not."""
+    found = value.get("machine") or {}
+    if not isinstance(found, dict):
+        raise SparkError(f"machine is {found!r}, expected an object")
+    return found
+
+
+def _measured_link(value: dict[str, Any]) -> dict[str, float]:
+    names = {"link_bytes_per_s": "bytes_per_s", "pageable_bytes_per_s": "pageable_bytes_per_s"}
+    link = _machine(value).get("link") or {}
+    if not isinstance(link, dict):
+        raise SparkError(f"machine.link is {link!r}, expected an object")
+    found = {name: _number(link, key) for name, key in names.items()}
+    return {name: number for name, number in found.items() if number}
+
+
+def _prompt_token_s(value: dict[str, Any]) -> float | None:
+    for row in value["rows"]:
+        rate = _number(row, "prefill_tok_s") if row.get("config") == "all-gpu" else None
+        if rate:
+            return 1.0 / rate
+    return None
+
+
 def _fitted(value: dict[str, Any], path: Path | None, token_s: float) -> Machine:
     try:
         rows = [row for row in value["rows"] if row.get("decode_tok_s")]
@@ -94,7 +135,12 @@ def _fitted(value: dict[str, Any], path: Path | None, token_s: float) -> Machine
         ]
         if not token_s and not resident:
             raise ValueError("no row was measured with every expert resident")
-        return Machine.fitted(token_s or 1.0 / float(resident[0]), runs)
+        link = _measured_link(value).get("link_bytes_per_s")
+        expert_bytes = _number(value, "expert_bytes") or 0.0
+        n_layers = int(_number(_machine(value), "n_layers") or 0)
+        if not link or not expert_bytes:
+            return Machine.fitted(token_s or 1.0 / float(resident[0]), runs, n_layers=n_layers)
+        return Machine.fitted(token_s or 1.0 / float(resident[0]), runs, expert_bytes, link, n_layers)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise SparkError(
             f"{path} tells no machine's figures: {error}", "measure one: spark-agent bench --json > FILE"

@@ -16,7 +16,7 @@ class Row:
 
     policy: str
     sharing: str | None
-    """``layer`` or ``pool``; ``None`` where experts do not move."""
+    """``layer``, ``placed`` or ``pool``; ``None`` where experts do not move in equal shares of slots."""
     profile: str
     residency: float
     slots: int

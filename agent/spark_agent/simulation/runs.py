@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Literal, TypeVar, cast, get_args
 
 from spark_agent.errors import SparkError, UsageError
 from spark_agent.simulation.counts import count_rows, given_profile
 from spark_agent.simulation.rows import Report, Row, TunedRow
 from spark_agent.simulation.sources import Source
-from spark_runtime.simulator.policies import CACHES, POLICIES, Cache, PolicyName, Sharing
+from spark_runtime.simulator.policies import CACHES, POLICIES, Cache, PolicyName
+from spark_runtime.simulator.pools import MAX_SLOT_TOKENS
 from spark_runtime.simulator.study import (
     PROFILES,
     Judgement,
@@ -19,14 +20,19 @@ from spark_runtime.simulator.study import (
     Study,
     TraceTooSmallError,
     equal_slots,
+    placed_slots,
 )
 
 if TYPE_CHECKING:
     from spark_agent.simulation.machines import MachineFigures
+    from spark_runtime.simulator.cost import Machine
 
-__all__ = ["Plan", "run"]
+__all__ = ["Plan", "SlotsOf", "run"]
 
 _SINGLE_TOKEN: tuple[PolicyName, ...] = ("belady", "lru_unprotected")
+SlotsOf = Literal["layer", "placed", "pool"]
+"""The same share of each layer's experts, or slots of each layer's own by the profile's frequency per byte, or one pool
+that starts with equal shares."""
 _Name = TypeVar("_Name", bound=str)
 
 
@@ -35,7 +41,7 @@ class Plan:
     """What to simulate."""
 
     policies: tuple[PolicyName, ...]
-    sharings: tuple[Sharing, ...]
+    sharings: tuple[SlotsOf, ...]
     profiles: tuple[ProfileName, ...]
     given: str | None
     """A file of a profile, for ``given``."""
@@ -45,6 +51,8 @@ class Plan:
     batch: int
     ubatch: int
     tune: bool
+    placed_asked: bool
+    """Whether slots by frequency were named: then also for what does not move."""
     asked: bool
     """Whether policies were named: those that cannot be had are then an error's reason, not left out."""
 
@@ -73,7 +81,7 @@ class Plan:
         known = tuple(cast(ProfileName, "given" if name in files else name) for name in profiles)
         return cls(
             policies=_names("--policy", policies, POLICIES) or POLICIES,
-            sharings=_names("--sharing", sharings, get_args(Sharing)) or get_args(Sharing),
+            sharings=_names("--sharing", sharings, get_args(SlotsOf)) or get_args(SlotsOf),
             profiles=tuple(dict.fromkeys(known)) or ("none", "own"),
             given=files[0] if files else None,
             residencies=tuple(dict.fromkeys(residencies)) or (0.3, 0.6, 0.8),
@@ -82,6 +90,7 @@ class Plan:
             batch=batch,
             ubatch=ubatch,
             tune=tune,
+            placed_asked="placed" in sharings,
             asked=bool(policies),
         )
 
@@ -107,7 +116,7 @@ def run(
         _trace_rows(plan, source, workload, report, advance)
     else:
         count_rows(plan, source, workload, report)
-    _predict(report, source, figures)
+    _predict(report, source, figures, plan.ubatch)
     return report
 
 
@@ -136,25 +145,35 @@ def _trace_rows(
     if not study.held_out.any():
         report.notes.append("no session is on the held-out side: all of them judge, and none may calibrate")
     for residency in plan.residencies:
-        slots = equal_slots(study.trace, residency)
-        for cache, profile in _combinations(plan, report):
+        for cache, profile, slots_of in _combinations(plan, report):
             try:
+                slots = _slots(study, residency, profile, slots_of)
                 row = _row(study.judge(cache, slots, profile, plan.positions), cache, profile, residency, slots)
             except TraceTooSmallError as error:
                 _note(report, f"{profile} profiles are left out: {error}")
                 continue
+            row = replace(row, sharing=slots_of if cache.policy in CACHES or slots_of == "placed" else None)
             report.rows.append(_finished(row, study, slots, plan, cache))
             advance(1)
         if plan.tune:
-            _tune(plan, study, residency, slots, report)
+            _tune(plan, study, residency, report)
 
 
-def _combinations(plan: Plan, report: Report) -> Iterator[tuple[Cache, ProfileName]]:
+def _slots(study: Study, residency: float, profile: ProfileName, slots_of: SlotsOf) -> list[int]:
+    frequency = study.frequency(profile) if slots_of == "placed" else None
+    if frequency is None:
+        return equal_slots(study.trace, residency)
+    return placed_slots(study.trace, residency, frequency)
+
+
+def _combinations(plan: Plan, report: Report) -> Iterator[tuple[Cache, ProfileName, SlotsOf]]:
     for policy in plan.policies:
         if policy in _SINGLE_TOKEN and plan.in_batches:
             _note(report, f"{policy} is left out: it takes one token at a time")
             continue
-        for sharing in plan.sharings if policy in CACHES else plan.sharings[:1]:
+        moves = policy in CACHES
+        kinds: tuple[SlotsOf, ...] = ("layer", "placed") if policy == "static" and plan.placed_asked else ("layer",)
+        for sharing in plan.sharings if moves else kinds:
             if policy == "lru_unprotected" and sharing == "pool":
                 if "layer" not in plan.sharings:
                     _note(report, f"{policy} is left out: it exists with slots of each layer's own only")
@@ -168,14 +187,16 @@ def _combinations(plan: Plan, report: Report) -> Iterator[tuple[Cache, ProfileNa
             elif policy == "oracle":
                 profiles = ("own",)
             for profile in profiles:
-                yield Cache(policy, sharing), profile
+                # Without a profile nothing says where more slots are worth more.
+                if sharing != "placed" or profile != "none":
+                    yield Cache(policy, "pool" if sharing == "pool" else "layer"), profile, sharing
 
 
 def _row(judged: Judgement, cache: Cache, profile: ProfileName, residency: float, slots: Sequence[int]) -> Row:
     rate = judged.cold_hit_rate
     return Row(
         policy=cache.policy,
-        sharing=cache.sharing if cache.policy in CACHES else None,
+        sharing=None,
         profile="held-out" if cache.policy == "oracle" else profile,
         residency=residency,
         slots=sum(slots),
@@ -203,11 +224,14 @@ def _finished(row: Row, study: Study, slots: Sequence[int], plan: Plan, cache: C
     )
 
 
-def _tune(plan: Plan, study: Study, residency: float, slots: Sequence[int], report: Report) -> None:
+def _tune(plan: Plan, study: Study, residency: float, report: Report) -> None:
     for sharing in plan.sharings:
         for profile in plan.profiles:
-            cache = Cache("scored", sharing)
+            if sharing == "placed" and profile == "none":
+                continue
+            cache = Cache("scored", "pool" if sharing == "pool" else "layer")
             try:
+                slots = _slots(study, residency, profile, sharing)
                 found = study.tune(cache, slots, profile)
                 cache = replace(cache, decay=found.decay, prior_tokens=found.prior_tokens)
                 row = _row(study.judge(cache, slots, profile, plan.positions), cache, profile, residency, slots)
@@ -226,10 +250,11 @@ def _tune(plan: Plan, study: Study, residency: float, slots: Sequence[int], repo
                     found.tried,
                 )
             )
-            report.rows.append(_finished(replace(row, policy="scored_tuned"), study, slots, plan, cache))
+            row = replace(row, policy="scored_tuned", sharing=sharing)
+            report.rows.append(_finished(row, study, slots, plan, cache))
 
 
-def _predict(report: Report, source: Source, figures: MachineFigures | None) -> None:
+def _predict(report: Report, source: Source, figures: MachineFigures | None, ubatch: int) -> None:
     if figures is None:
         return
     machine, measured = figures.machine, figures.expert_bytes
@@ -244,12 +269,19 @@ def _predict(report: Report, source: Source, figures: MachineFigures | None) -> 
         )
     if figures.fingerprint is not None and figures.fingerprint != source.fingerprint:
         report.notes.append("a token's time was measured with another model: pass --token-ms for this one's")
-    report.rows = [
-        row
-        if row.loads_per_token is None or row.phase == "prefill"
-        else replace(row, predicted_tok_s=round(machine.decode_tok_s(row.loads_per_token, own or 0.0), 2))
-        for row in report.rows
-    ]
+    report.rows = [replace(row, predicted_tok_s=_rate(machine, row, source, ubatch)) for row in report.rows]
+
+
+def _rate(machine: Machine, row: Row, source: Source, ubatch: int) -> float | None:
+    """Tokens a second; of prompts only where experts are fetched layer by layer, and everything is known."""
+    if row.phase != "prefill":
+        if row.loads_per_token is None:
+            return None
+        return round(machine.decode_tok_s(row.loads_per_token, source.mean_expert_bytes or 0.0), 2)
+    if machine.prompt_token_s is None or machine.link_bytes_per_s is None or ubatch <= MAX_SLOT_TOKENS:
+        return None
+    absent = sum(layer.n_experts for layer in source.layers) * (1 - row.residency) / len(source.layers)
+    return round(machine.prefill_tok_s(ubatch, [absent] * len(source.layers), source.mean_expert_bytes or 0.0), 2)
 
 
 def _note(report: Report, text: str) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 __all__ = ["Machine", "MeasuredRun"]
 
@@ -20,8 +23,9 @@ class MeasuredRun:
 class Machine:
     """What one model's tokens and an expert's copy take on one machine.
 
-    A token takes its time with every expert resident, and for each expert that has to be copied first what the copy's
-    launch takes and its bytes over the link. Copies are not hidden: a layer cannot start before its experts are there.
+    A decoded token takes its time with every expert resident, what looking up slots adds in every layer, and for each
+    expert that has to be copied first what a fetch takes and its bytes over the link. Copies of decode are not hidden:
+    a layer cannot start before its experts are there. Of a prompt the next layer is fetched while this one computes.
     """
 
     token_s: float
@@ -30,20 +34,49 @@ class Machine:
     """For each copy, whatever its size."""
     link_bytes_per_s: float | None = None
     """Of copies from host memory to slots; ``None`` where ``miss_s`` is the whole copy of this model's experts."""
+    layer_s: float = 0.0
+    """Added to every layer of a token by slots, without a miss: launches, and graphs that are cut."""
+    n_layers: int = 0
+    """MoE layers; 0 where ``layer_s`` is not known."""
+    pageable_bytes_per_s: float | None = None
+    """Of copies from memory that is not locked; ``None`` where nobody says."""
+    prompt_token_s: float | None = None
+    """A prompt's token with every expert resident, in batches of the size that is asked about."""
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` for figures that no machine has."""
-        if (
-            not self.token_s > 0
-            or not self.miss_s >= 0
-            or not (self.link_bytes_per_s is None or self.link_bytes_per_s > 0)
+        above = (self.token_s, self.link_bytes_per_s, self.pageable_bytes_per_s, self.prompt_token_s)
+        from_none = (self.miss_s, self.layer_s, self.n_layers)
+        if not all(value is None or 0 < value < math.inf for value in above) or not all(
+            0 <= value < math.inf for value in from_none
         ):
             raise ValueError(f"{self}: times and rates, expected numbers above 0")
 
-    def decode_tok_s(self, loads_per_token: float, expert_bytes: float = 0.0) -> float:
-        """Tokens a second when so many experts are copied for each; ``expert_bytes`` is their mean size."""
+    def decode_tok_s(self, loads_per_token: float, expert_bytes: float = 0.0, pageable_share: float = 0.0) -> float:
+        """Tokens a second when so many experts are copied for each; ``expert_bytes`` is their mean size.
+
+        ``pageable_share`` of the copies come from memory that is not locked. Raises ``ValueError`` for a share of those
+        where their rate is not known.
+        """
         copy_s = 0.0 if self.link_bytes_per_s is None else expert_bytes / self.link_bytes_per_s
-        return 1.0 / (self.token_s + loads_per_token * (self.miss_s + copy_s))
+        if pageable_share:
+            if self.pageable_bytes_per_s is None or self.link_bytes_per_s is None:
+                raise ValueError("the rate of memory that is not locked is not known")
+            copy_s += pageable_share * expert_bytes * (1 / self.pageable_bytes_per_s - 1 / self.link_bytes_per_s)
+        return 1.0 / (self.token_s + self.n_layers * self.layer_s + loads_per_token * (self.miss_s + copy_s))
+
+    def prefill_tok_s(self, tokens_at_once: int, fetched: Sequence[float], expert_bytes: float) -> float:
+        """Prompt tokens a second; ``fetched`` experts of each layer are copied one by one in every batch.
+
+        The first layer waits for its own. Raises ``ValueError`` where neither the link nor a prompt's token is known.
+        """
+        if self.prompt_token_s is None or self.link_bytes_per_s is None or not fetched:
+            raise ValueError("a prompt's token with everything resident, or the link's rate, is not known")
+        computed_s = tokens_at_once * self.prompt_token_s / len(fetched)
+        copy_s = self.miss_s + expert_bytes / self.link_bytes_per_s
+        fetches_s = [count * copy_s for count in fetched]
+        following = [*fetches_s[1:], 0.0]
+        return tokens_at_once / (fetches_s[0] + sum(max(computed_s, fetch_s) for fetch_s in following))
 
     @classmethod
     def fitted(
@@ -52,17 +85,34 @@ class Machine:
         runs: Sequence[MeasuredRun],
         expert_bytes: float = 0.0,
         link_bytes_per_s: float | None = None,
+        n_layers: int = 0,
     ) -> Machine:
-        """The time of a miss from measured runs, by least squares through the all-resident token.
+        """The time of a miss, and of a layer's slots where ``n_layers`` is given, from measured runs by least squares.
 
-        With the link's rate known, what is left of it is the launch (never below 0). Raises ``ValueError`` without a
-        run that missed.
+        With the link's rate known, what is left of a miss is its launch. Neither is ever below 0. Raises ``ValueError``
+        without a run that missed.
         """
-        weight = sum(run.loads_per_token**2 for run in runs)
-        if not weight:
+        loads = np.array([run.loads_per_token for run in runs], dtype=np.float64)
+        if not loads.any():
             raise ValueError("no measured run copied experts, so nothing says what a copy takes")
-        more = sum(run.loads_per_token * (1.0 / run.decode_tok_s - token_s) for run in runs)
-        miss_s = max(0.0, more / weight)
-        if link_bytes_per_s is not None:
-            miss_s = max(0.0, miss_s - expert_bytes / link_bytes_per_s)
-        return cls(token_s, miss_s, link_bytes_per_s)
+        copy_s = 0.0 if link_bytes_per_s is None else expert_bytes / link_bytes_per_s
+        more = np.array([1.0 / run.decode_tok_s - token_s for run in runs]) - loads * copy_s
+        columns = [loads]
+        if n_layers and len(set(loads.tolist())) > 1:
+            columns.append(np.full(len(loads), float(n_layers)))
+        miss_s, layer_s = _not_negative(np.stack(columns, axis=1), more)
+        return cls(token_s, miss_s, link_bytes_per_s, layer_s, n_layers)
+
+
+def _not_negative(features: np.ndarray, target: np.ndarray) -> tuple[float, float]:
+    """The best of least squares over all subsets of one or two columns that are not negative."""
+    best, best_error = (0.0, 0.0), float((target**2).sum())
+    for kept in ([0], [1], [0, 1])[: 1 if features.shape[1] == 1 else 3]:
+        solved = np.linalg.lstsq(features[:, kept], target, rcond=None)[0]
+        error = float(((features[:, kept] @ solved - target) ** 2).sum())
+        if (solved >= 0).all() and error < best_error:
+            values = [0.0, 0.0]
+            for column, value in zip(kept, solved.tolist(), strict=True):
+                values[column] = value
+            best, best_error = (values[0], values[1]), error
+    return best

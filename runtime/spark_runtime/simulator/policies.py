@@ -51,6 +51,10 @@ class Cache:
     """Worth of a profile to ``scored``, tokens."""
     pinned_share: float = 0.75
     """Of the slots, for ``lru_pinned``."""
+    waiting_doublings: int = 0
+    """Of the scores of layers that a call has not come to yet, in one pool; 0 is what the runtime does."""
+    foreseen: bool = False
+    """Whether one pool spares what such layers will select, as if it were known."""
 
     def check(self) -> None:
         """Raise ``ValueError`` for what does not exist."""
@@ -139,7 +143,9 @@ def _scored(
         floor = np.minimum(2 * of.top_k, slots)
         movable = np.where(slots < of.n_experts, slots - floor, 0)
         pinned = np.minimum((cache.pinned_share * slots).astype(np.int64), movable)
-    return replay_pools(lanes, PoolStarts(order, prior, slots, pinned), decay)
+    return replay_pools(
+        lanes, PoolStarts(order, prior, slots, pinned), decay, cache.waiting_doublings, foreseen=cache.foreseen
+    )
 
 
 def _optimal(lanes: Lanes, order: IntArray, slots: IntArray, n_experts: int) -> Replayed:

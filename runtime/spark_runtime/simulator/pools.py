@@ -22,9 +22,12 @@ _KeyArray = NDArray[np.uint64]
 
 MAX_SLOT_TOKENS = 8
 """Larger calls go around the slots (``native/tier.h``)."""
+MAX_WAITING_DOUBLINGS = 64
 _DECAY_STEP = 256
 _NEVER = np.uint64(2**64 - 1)
 _TOUCHED = np.uint64(2**63)
+_DOUBLED = np.uint64(2**55)
+"""Added to a key: the exponent of its score is one more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +76,20 @@ class Replayed:
     """``[token, layer]``: experts copied for the call that starts with this token."""
 
 
-def replay_pools(lanes: Lanes, starts: PoolStarts, decay: float) -> Replayed:
+def replay_pools(
+    lanes: Lanes, starts: PoolStarts, decay: float, waiting_doublings: int = 0, *, foreseen: bool = False
+) -> Replayed:
     """Replay every lane through its pool.
 
     Layers of one pool share its slots down to their floor of ``2 * top_k``; give each layer a lane of its own for slots
-    that are not shared. Raises ``ValueError`` for starts and a decay that make no sense.
+    that are not shared. So often are the scores of layers that a call has not come to yet doubled, while a slot is
+    looked for: their routers may still ask for what would leave. The runtime does not (0). ``foreseen`` spares what
+    they will ask for, which nothing that runs can know. Raises ``ValueError`` for what makes no sense.
     """
     if not 0 <= decay <= 1:
         raise ValueError(f"decay {decay}, expected 0 to 1")
+    if not 0 <= waiting_doublings <= MAX_WAITING_DOUBLINGS:
+        raise ValueError(f"{waiting_doublings} doublings, expected 0 to {MAX_WAITING_DOUBLINGS}")
     n_layers, top_k = lanes.ids.shape[1:]
     starts.check(top_k)
     lengths = lanes.lengths
@@ -88,7 +97,7 @@ def replay_pools(lanes: Lanes, starts: PoolStarts, decay: float) -> Replayed:
     result = Replayed(np.zeros((total, n_layers), np.uint32), np.zeros((total, n_layers), np.uint32))
     weights = _weights(decay, int(lengths.max(initial=0)) + 2)
     for chunk in lanes.chunks(n_layers * starts.order.shape[2]):
-        pools = _Pools(starts.take(chunk), top_k, weights)
+        pools = _Pools(starts.take(chunk), top_k, weights, waiting_doublings, foreseen=foreseen)
         for run in lanes.runs(chunk):
             pools.call(run, result)
     return result
@@ -118,10 +127,20 @@ def _floor(starts: PoolStarts, top_k: int) -> IntArray:
 class _Pools:
     """The tables of a chunk's lanes; an entry is a layer's expert."""
 
-    def __init__(self, starts: PoolStarts, top_k: int, weights: NDArray[np.float32]) -> None:
+    def __init__(
+        self,
+        starts: PoolStarts,
+        top_k: int,
+        weights: NDArray[np.float32],
+        waiting_doublings: int,
+        *,
+        foreseen: bool,
+    ) -> None:
         n_lanes, self.n_layers, self.n_experts = starts.order.shape
         self.top_k = top_k
         self.weights = weights
+        self.foreseen = foreseen
+        self.waiting = np.uint64(waiting_doublings) * _DOUBLED
         n_entries = self.n_layers * self.n_experts
         rank = np.argsort(starts.order, axis=2, kind="stable")
         shape = (n_lanes, n_entries)
@@ -145,6 +164,8 @@ class _Pools:
         lanes, ids = run.lanes, run.ids
         n_lanes, n_tokens = ids.shape[:2]
         keys = _Keys(self, lanes)
+        if self.foreseen and keys.shared:
+            keys.spare((ids + self.first[:, None]).reshape(n_lanes, -1))
         cold = np.zeros((n_lanes, n_tokens, self.n_layers), dtype=np.uint32)
         loads = np.zeros((n_lanes, self.n_layers), dtype=np.uint32)
         used = n_tokens * self.top_k
@@ -198,6 +219,8 @@ class _Keys:
         self.shared = pools.n_layers > 1
         if self.shared:
             self.lowest = self.by_layer.min(axis=2)
+            self.floor = pools.floor[lanes]
+            self.at_floor = self.n_resident <= self.floor
 
     def ensure(
         self, layer: int, entries: IntArray, missing: NDArray[np.bool_], through: NDArray[np.bool_] | None
@@ -224,6 +247,12 @@ class _Keys:
             if self.shared:
                 self.lowest[:, layer] = self.by_layer[:, layer].min(axis=1)
 
+    def spare(self, entries: IntArray) -> None:
+        """Let ``entries[lane, selection]`` leave only when nothing else is left."""
+        key = np.take_along_axis(self.key, entries, axis=1)
+        np.put_along_axis(self.key, entries, np.where(key == _NEVER, key, key | _TOUCHED), axis=1)
+        self.lowest = self.by_layer.min(axis=2)
+
     def _replace(self, layer: int, lanes: IntArray, wanted: IntArray) -> None:
         """One expert leaves in each of these lanes, and ``wanted`` takes its slot."""
         n_experts = self.pools.n_experts
@@ -235,8 +264,10 @@ class _Keys:
             self.resident[lanes, wanted] = True
             return
         lowest = self.lowest[lanes]
-        lowest[:, layer] = _NEVER
-        lowest[self.n_resident[lanes] <= self.pools.floor[self.lanes][lanes]] = _NEVER
+        if self.pools.waiting:
+            waiting = lowest[:, layer + 1 :]
+            waiting[waiting < _TOUCHED] += self.pools.waiting
+        lowest[self.at_floor[lanes]] = _NEVER
         lowest[:, layer] = own.min(axis=1)
         owner = lowest.argmin(axis=1)
         theirs = self.by_layer[lanes, owner]
@@ -249,6 +280,8 @@ class _Keys:
         self.resident[lanes, wanted] = True
         self.n_resident[lanes, owner] -= 1
         self.n_resident[lanes, layer] += 1
+        self.at_floor[lanes, owner] = self.n_resident[lanes, owner] <= self.floor[lanes, owner]
+        self.at_floor[lanes, layer] = self.n_resident[lanes, layer] <= self.floor[lanes, layer]
         self.lowest[lanes, owner] = theirs.min(axis=1)
 
 

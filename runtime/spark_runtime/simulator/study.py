@@ -15,6 +15,7 @@ from spark_runtime.placement import (
     LayerSizes,
     bootstrap_interval,
     frequencies,
+    greedy_slots,
     residency_budget,
     uniform_slots,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "TraceTooSmallError",
     "Tuned",
     "equal_slots",
+    "placed_slots",
 ]
 
 IntArray = NDArray[np.int64]
@@ -87,12 +89,22 @@ class Tuned:
 
 def equal_slots(trace: Trace, residency: float) -> list[int]:
     """The same share of every layer's experts, never less than ``2 * top_k``, by bytes where they are known."""
+    layers = _sizes(trace)
+    return uniform_slots(layers, residency_budget(layers, residency))
+
+
+def placed_slots(trace: Trace, residency: float, frequency: Frequency) -> list[int]:
+    """Slots per layer by a profile's frequency per byte, as in manifests, in the bytes of :func:`equal_slots`."""
+    layers = _sizes(trace)
+    return greedy_slots(frequency, layers, residency_budget(layers, residency))
+
+
+def _sizes(trace: Trace) -> list[LayerSizes]:
     sizes = trace.expert_bytes or (1,) * len(trace.ids)
-    layers = [
+    return [
         LayerSizes(n_experts, ids.shape[1], size)
         for ids, n_experts, size in zip(trace.ids, trace.n_experts, sizes, strict=True)
     ]
-    return uniform_slots(layers, residency_budget(layers, residency))
 
 
 class Study:
@@ -149,6 +161,16 @@ class Study:
     ) -> Judgement:
         """Replay the judging sessions, each from a fresh start; ``positions`` are inner edges of parts, tokens."""
         return self._judge(cache, slots, profile, self.judging, self.calibrating, positions)
+
+    def frequency(self, profile: ProfileName) -> Frequency | None:
+        """What a profile says of one session that judges; of several workloads' own or foreign ones, all sessions'.
+
+        ``None`` for no profile. Slots per layer are one number for all sessions. Raises :class:`TraceTooSmallError`.
+        """
+        if profile in {"own", "foreign"} and len({self.workloads[session] for session in self.judging}) > 1:
+            profile = "mixed"
+        workload = self.workloads[int(self.judging[0])] if len(self.judging) else ""
+        return self._profile(profile, workload, 0, self.calibrating)
 
     def tune(self, cache: Cache, slots: Sequence[int], profile: ProfileName = "own") -> Tuned:
         """Look for the decay and the prior's weight with the fewest cold hits, without the judging sessions.

@@ -270,6 +270,50 @@ def test_a_machine_is_found_again_in_its_own_runs(
         assert found.decode_tok_s(count, 2e6) == pytest.approx(machine.decode_tok_s(count, 2e6), rel=1e-6)
 
 
+@given(
+    token_s=st.floats(1e-4, 1),
+    miss_s=st.floats(1e-7, 1e-2),
+    layer_s=st.floats(0, 1e-3),
+    missed=st.lists(st.floats(0.5, 50), min_size=2, max_size=5, unique_by=lambda count: round(count)),
+)
+def test_what_a_layer_adds_is_told_from_a_miss(
+    token_s: float, miss_s: float, layer_s: float, missed: list[float]
+) -> None:
+    machine = Machine(token_s, miss_s, 1e10, layer_s, 24)
+    runs = [MeasuredRun(machine.decode_tok_s(count, 1e6), count) for count in missed]
+    found = Machine.fitted(token_s, runs, 1e6, 1e10, 24)
+    for count in (0.0, 1.0, 20.0):
+        assert found.decode_tok_s(count, 1e6) == pytest.approx(machine.decode_tok_s(count, 1e6), rel=1e-3)
+
+
+@given(
+    computed_s=st.floats(1e-7, 1e-3),
+    absent=st.lists(st.floats(0, 100), min_size=1, max_size=6),
+    tokens=st.integers(9, 4096),
+)
+def test_a_prompt_takes_the_longer_of_computing_and_fetching(
+    computed_s: float, absent: list[float], tokens: int
+) -> None:
+    machine = Machine(1.0, 1e-5, 5e10, prompt_token_s=computed_s)
+    seconds = tokens / machine.prefill_tok_s(tokens, absent, 3e6)
+    fetched_s = sum(absent) * (1e-5 + 3e6 / 5e10)
+    assert seconds >= max(tokens * computed_s, fetched_s) * (1 - 1e-9)
+    assert seconds <= (tokens * computed_s + fetched_s) * (1 + 1e-9)
+    assert machine.prefill_tok_s(tokens, [0.0] * len(absent), 3e6) == pytest.approx(1 / computed_s)
+
+
+def test_memory_that_is_not_locked_takes_longer() -> None:
+    machine = Machine(1e-3, 1e-5, 5e10, pageable_bytes_per_s=8e9)
+    locked, half, none = (machine.decode_tok_s(3, 2e6, share) for share in (0.0, 0.5, 1.0))
+    assert locked > half > none
+    assert 1 / none == pytest.approx(1e-3 + 3 * (1e-5 + 2e6 / 8e9))
+    for figures in (Machine(1e-3, 1e-5), Machine(1e-3, 1e-5, 5e10)):
+        with pytest.raises(ValueError, match="not locked"):
+            figures.decode_tok_s(3, 2e6, 0.5)
+        with pytest.raises(ValueError, match="not known"):
+            figures.prefill_tok_s(512, [3.0], 2e6)
+
+
 def test_figures_that_no_machine_has() -> None:
     for figures in ((0.0, 0.0, None), (1.0, -1.0, None), (1.0, 0.0, 0.0), (float("nan"), 0.0, None)):
         with pytest.raises(ValueError, match="expected numbers above 0"):

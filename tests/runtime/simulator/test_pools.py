@@ -142,3 +142,45 @@ def test_bad_starts_are_refused() -> None:
             replay_pools(lanes, PoolStarts(**good | changes), 0.5)
     with pytest.raises(ValueError, match="decay 2"):
         replay_pools(lanes, PoolStarts(**good), 2)
+
+
+@settings(deadline=None, max_examples=60)
+@given(pools(), st.integers(0, 3), st.booleans())
+def test_sparing_layers_to_come_moves_slots_only(
+    case: tuple[list[TierStart], list[np.ndarray], list[np.ndarray]], doublings: int, foreseen: bool
+) -> None:
+    """With everything in slots nothing is missed; a single layer has none to come, so nothing changes for it."""
+    starts, traces, calls = case
+    lanes, pool = lanes_of(traces, calls), starts_of(starts)
+    usual = replay_pools(lanes, pool, starts[0].decay)
+    spared = replay_pools(lanes, pool, starts[0].decay, doublings, foreseen=foreseen)
+    assert (spared.cold <= lanes.ids.shape[2]).all()
+    if pool.order.shape[1] == 1 or (doublings == 0 and not foreseen):
+        assert (spared.cold == usual.cold).all()
+        assert (spared.loads == usual.loads).all()
+    if (pool.slots == pool.order.shape[2]).all():
+        assert not spared.cold.any()
+
+
+def test_a_layer_to_come_keeps_what_it_is_about_to_select() -> None:
+    """The first layer misses; the lowest score is the second's, whose router selects just that a moment later."""
+    ids = np.array([[[0], [1]], [[1], [0]], [[2], [1]]])
+    lanes = Lanes(ids, np.array([0]), [np.ones(3, dtype=np.int64)])
+    prior = np.array([[[1.0, 1.2, 0.0, 0.0], [1.0, 0.9, 1.1, 0.0]]])
+    start = PoolStarts(np.tile(np.arange(4), (1, 2, 1)), prior, np.array([[2, 3]]), np.zeros((1, 2), dtype=np.int64))
+    usual, spared, foreseen = (
+        replay_pools(lanes, start, 0.0, doublings, foreseen=known).cold.sum()
+        for doublings, known in ((0, False), (1, False), (0, True))
+    )
+    assert usual == 2
+    assert spared == foreseen == 1
+
+
+@pytest.mark.parametrize("doublings", [-1, 65])
+def test_doublings_out_of_range_are_refused(doublings: int) -> None:
+    lanes = Lanes(np.zeros((0, 1, 1), dtype=np.int64), np.array([0]), [np.empty(0, dtype=np.int64)])
+    start = PoolStarts(
+        np.zeros((1, 1, 1), np.int64), np.zeros((1, 1, 1)), np.ones((1, 1), np.int64), np.zeros((1, 1), np.int64)
+    )
+    with pytest.raises(ValueError, match="doublings"):
+        replay_pools(lanes, start, 0.5, doublings)

@@ -1,0 +1,1 @@
+"""Which experts a layer will select, said before its router runs, from earlier selections alone."""
