@@ -60,7 +60,7 @@ def shape(make_model):
 
 @pytest.fixture
 def sessions(shape, spool: Spool, clock: Clock) -> LiveSessions:
-    def close(lineage: str, counts) -> None:
+    def close(lineage: str, _workload: str | None, counts) -> None:
         histogram = counts.to_histogram(session_hash(b"k" * 16, lineage), "chat")
         if histogram is not None:
             spool.add(shape, histogram)
@@ -136,7 +136,7 @@ def test_a_full_spool_costs_nothing(sessions, spool, clock):
 def test_one_refused_session_does_not_hold_up_the_others(shape, clock):
     kept: list[str] = []
 
-    def close(lineage: str, counts) -> None:
+    def close(lineage: str, _workload: str | None, counts) -> None:
         if lineage == "bad":
             raise ValueError("impossible counts")
         kept.append(lineage)
