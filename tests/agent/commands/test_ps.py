@@ -20,8 +20,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from spark_agent.asking import ask_all
-from spark_agent.paths import agents_dir, workload_rules_path
+from spark_agent.manifests import ManifestStore, PullKey
+from spark_agent.paths import agents_dir, manifests_dir, workload_rules_path
 from spark_agent.running import RunningAgent, RunningAgents, process_started
+from spark_runtime.model_shape import read_model_shape
+from spark_runtime.models import demo_model_path
 
 KEY = b"k" * 16
 FOREVER = [{"role": "user", "content": "How are you today?"}]
@@ -107,6 +110,34 @@ def test_an_agent_from_its_start_to_its_end(agent_cli, kept):
     assert list(agents_dir().iterdir()) == []
     assert sorted(row.workload for row in kept()) == ["batch", "review", "unlabelled"]
     assert len({row.session_hash for row in kept()}) == 1, "one conversation"
+
+
+def test_a_manifests_promise_and_what_unlabelled_requests_look_like(agent_cli, make_manifest, tmp_path):
+    manifest = make_manifest(read_model_shape(demo_model_path()))
+    for name in ("code", "chat"):
+        named = manifest.model_copy(update={"workload": name})
+        ManifestStore(manifests_dir()).put(named, PullKey("http://x", 1, 1, 0), None)
+    with running() as (_, client):
+        asked = [{"role": "user", "content": "Count to a thousand: " + "one " * 40}]
+        tokens = 0
+        for _number in range(40):
+            usage = chat(client, messages=asked, temperature=1.0, max_tokens=200).json()["usage"]
+            tokens += usage["completion_tokens"]
+            if tokens > 400:
+                break
+        until(lambda: client.get("/spark/stats").json()["suggestion"] is not None)
+        found = client.get("/spark/stats").json()["suggestion"]
+        assert found["workload"] == "chat", "both are the same profile: by name"
+        assert found["others"] == [{"workload": "code", "cold_hit_rate": found["cold_hit_rate"]}]
+        assert 0.0 <= found["best_cold_hit_rate"] <= found["cold_hit_rate"] < 1.0
+        assert "look like chat" in agent_cli("ps").err
+    path = tmp_path / "manifest.json"
+    path.write_text(manifest.model_dump_json())
+    assert manifest.expected is not None
+    with running("--manifest", path, "--residency", 0.6) as (_, client):
+        live = client.get("/spark/stats").json()["live"]
+        assert live["promised_cold_hit_rate"] == manifest.expected.cold_hit_rate
+        assert (live["placement"], live["cold_hit_rate"]) == ("chat", None)
 
 
 def test_a_killed_agent_is_forgotten(agent_cli):
