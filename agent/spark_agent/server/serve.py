@@ -79,7 +79,9 @@ def bind(host: str, port: int) -> Iterator[socket.socket]:
             listener.bind((name, port))
             listener.listen(_BACKLOG)
         except OSError as error:
-            other = RunningAgents.of_this_machine().on_port(port) if error.errno == errno.EADDRINUSE else None
+            other = (
+                RunningAgents.of_this_machine().listening_on(name, port) if error.errno == errno.EADDRINUSE else None
+            )
             if other is not None:
                 raise SparkError(
                     f"cannot listen on {host} port {port}: an agent that serves {other.model} has it "
