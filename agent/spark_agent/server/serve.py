@@ -129,8 +129,12 @@ def serve(
         context.output.warning(f"session counts could not be kept yet: {error}")
 
     def done(report: GenerationReport) -> None:
-        activity.generation(report)
-        activity.compare(sessions)
+        # Whatever fails in telling must not end the thread that computes.
+        try:
+            activity.generation(report)
+            activity.compare(sessions)
+        except Exception as error:
+            context.output.warning(f"a generation is missing in the metrics: {error}")
 
     def flushed(report: FlushReport | None) -> None:
         ok = report is not None and report.last_error is None
