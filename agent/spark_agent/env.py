@@ -119,6 +119,9 @@ TEAM_KEY = Variable(
     secret=True,
 )
 MODEL = Variable("SPARKMOE_MODEL", "path", None, "GGUF file to use when a command names none.", _text)
+MODELS_DIR = Variable(
+    "SPARKMOE_MODELS_DIR", "path", None, "Folder of GGUF files that `spark-agent models ls` lists first.", _text
+)
 DO_NOT_TRACK = Variable("DO_NOT_TRACK", "any but 0, false, no, off", False, "Upload nothing.", _do_not_track)
 NO_COLOR = Variable("NO_COLOR", "any", False, "Write without colour.", _present)
 SIGNING_KEY = Variable(
@@ -138,6 +141,7 @@ VARIABLES: tuple[Variable, ...] = (
     NO_PROGRESS,
     TEAM_KEY,
     MODEL,
+    MODELS_DIR,
     DO_NOT_TRACK,
     NO_COLOR,
     SIGNING_KEY,
@@ -156,6 +160,7 @@ class Environment:
     no_progress: bool = False
     team_key: bytes | None = field(default=None, repr=False)
     model: str | None = None
+    models_dir: str | None = None
     do_not_track: bool = False
     no_color: bool = False
     signing_key: str | None = None
@@ -173,6 +178,7 @@ class Environment:
             no_progress=NO_PROGRESS.read(source),
             team_key=TEAM_KEY.read(source),
             model=MODEL.read(source),
+            models_dir=MODELS_DIR.read(source),
             do_not_track=DO_NOT_TRACK.read(source),
             no_color=NO_COLOR.read(source),
             signing_key=SIGNING_KEY.read(source),
