@@ -7,6 +7,8 @@ from pathlib import Path
 import platformdirs
 
 __all__ = [
+    "benchmarks_dir",
+    "cache_dir",
     "config_dir",
     "config_path",
     "data_dir",
@@ -36,6 +38,11 @@ def data_dir() -> Path:
     return platformdirs.user_data_path(_APP, appauthor=False)
 
 
+def cache_dir() -> Path:
+    """Folder of what can be made again: ``$XDG_CACHE_HOME/spark``."""
+    return platformdirs.user_cache_path(_APP, appauthor=False)
+
+
 def config_path() -> Path:
     """The config file."""
     return config_dir() / "config.toml"
@@ -54,6 +61,11 @@ def local_key_path() -> Path:
 def manifests_dir() -> Path:
     """Folder of pulled placement manifests."""
     return data_dir() / "manifests"
+
+
+def benchmarks_dir() -> Path:
+    """Folder of what ``spark-agent bench`` measured on this machine."""
+    return cache_dir() / "bench"
 
 
 def service_keys_dir() -> Path:

@@ -12,16 +12,9 @@ from spark_agent.context import AgentContext, warn_about_counting
 from spark_agent.errors import RefusedError, SparkError
 from spark_agent.manifests import find_manifest
 from spark_agent.output import counted
+from spark_agent.run_plan import RunPlan, make_run_plan
 from spark_agent.sizes import format_size
-from spark_agent.tiering import (
-    MOST_THREADS,
-    TierOptions,
-    plan_for,
-    plan_table,
-    planned_options,
-    tiers_of,
-    warn_about_tiers,
-)
+from spark_agent.tiering import MOST_THREADS, TierOptions, plan_for, planned_options, tiers_of, warn_about_tiers
 from spark_agent.workload_name import check_workload_name
 from spark_schemas.mix import Mix
 
@@ -38,7 +31,9 @@ UNLABELLED = "unlabelled"
 
 
 def run_command(
-    model: Annotated[Path | None, typer.Argument(help="GGUF file; the bundled demo model if left out.")] = None,
+    model: Annotated[
+        Path | None, typer.Argument(help="GGUF file, or a name of models ls; the bundled demo model if left out.")
+    ] = None,
     manifest: Annotated[
         str | None, typer.Option(help="Placement to follow: a manifest file, or the name of a pulled profile.")
     ] = None,
@@ -49,7 +44,7 @@ def run_command(
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option("--port", "-p", min=0, max=65535, help="Port; 0: any free one.")] = None,
     ctx: Annotated[
-        int, typer.Option(min=0, help="Context, tokens; 0: the manifest's, else as trained, at most 8192.")
+        int, typer.Option(min=0, help="Context, tokens; 0: the manifest's, else the longest that costs little.")
     ] = 0,
     threads: Annotated[
         int, typer.Option(min=0, max=MOST_THREADS, help="CPU threads; 0: all this process may use.")
@@ -73,7 +68,6 @@ def run_command(
     json: Annotated[bool, typer.Option("--json", help="Print the start-up object as JSON.")] = False,
 ) -> None:
     """Serve a model's OpenAI-compatible API on this machine and count its routing."""
-    from spark_runtime.engine import context_for
     from spark_runtime.gguf_file import read_gguf
     from spark_runtime.manifest_check import check_manifest
     from spark_runtime.model_shape import shape_of
@@ -92,20 +86,18 @@ def run_command(
                 f"the manifest was planned for a context of {placement.n_ctx} tokens; {ctx} need "
                 f"{format_size(shape.context_bytes(ctx) - shape.context_bytes(placement.n_ctx))} more than it counted"
             )
-        ctx = ctx or placement.n_ctx
     tiers = TierOptions(vram, residency, ubatch, devices, pinned_share, no_tier)
     tiers.check(placement)
     if no_tier and placement is not None:
         context.output.warning("--no-tier keeps every expert resident: the manifest is checked and not used")
-    n_ctx = context_for(shape, ctx)
     if dry_run:
-        plan = plan_for(file, shape, tiers, placement, n_ctx, always=True)
-        _show_plan(context, path, shape, n_ctx, plan, placement)
+        plan = make_run_plan(file, shape, tiers, placement, ctx, always=True)
+        _show_plan(context, path, shape, plan, placement)
         return
     address = host if host is not None else context.environment.host
     _serve(
         context,
-        _Load(path, file, shape, tiers, placement, n_ctx, threads),
+        _Load(path, file, shape, tiers, placement, ctx, threads),
         (address, context.environment.port if port is None else port),
         workload or _workload_of(placement),
     )
@@ -125,7 +117,8 @@ class _Load:
     shape: ModelShape
     tiers: TierOptions
     placement: PlacementManifest | None
-    n_ctx: int
+    ctx: int
+    """Context asked for, tokens; 0: nobody says."""
     threads: int
 
 
@@ -135,11 +128,12 @@ def _serve(context: AgentContext, load: _Load, address: tuple[str, int], workloa
 
     with bind(*address) as listener, context.spool() as spool:
         key = context.session_key()
-        plan = plan_for(load.file, load.shape, load.tiers, load.placement, load.n_ctx)
+        planned = make_run_plan(load.file, load.shape, load.tiers, load.placement, load.ctx)
+        plan = planned.plan
+        context.output.info(planned.table())
         if plan is not None:
-            context.output.info(plan_table(plan))
             _warn_about_budget(context, load, plan)
-        options = planned_options(plan, load.tiers, load.n_ctx, load.threads)
+        options = planned_options(plan, load.tiers, planned.n_ctx, load.threads)
         with Engine.load(load.path, options) as engine:
             warn_about_counting(context, engine)
             warn_about_tiers(context, engine)
@@ -151,7 +145,7 @@ def _serve(context: AgentContext, load: _Load, address: tuple[str, int], workloa
                 key=key,
                 name=load.path.stem,
                 workload=workload,
-                start=_start_object(context, load, engine, plan, spool.stats().pending),
+                start=_start_object(context, load, engine, planned, spool.stats().pending),
                 resident_share=1.0 if plan is None else plan.resident_share,
                 manifest=load.placement,
                 describe=_describe,
@@ -171,7 +165,7 @@ def _warn_about_budget(context: AgentContext, load: _Load, plan: TierPlan) -> No
         )
         try:
             within = replace(load.tiers, vram=str(placement.vram_budget_bytes))
-            plan_for(load.file, load.shape, within, placement, load.n_ctx)
+            plan_for(load.file, load.shape, within, placement, plan.memory.n_ctx)
         except SparkError as error:
             context.output.hint(f"it cannot be kept within that: {error}")
         else:
@@ -179,39 +173,34 @@ def _warn_about_budget(context: AgentContext, load: _Load, plan: TierPlan) -> No
 
 
 def _show_plan(
-    context: AgentContext,
-    path: Path,
-    shape: ModelShape,
-    n_ctx: int,
-    plan: TierPlan | None,
-    placement: PlacementManifest | None,
+    context: AgentContext, path: Path, shape: ModelShape, planned: RunPlan, placement: PlacementManifest | None
 ) -> None:
     from spark_runtime.tier_plan import cards
 
     value = {
         "model": str(path),
         "fingerprint": shape.fingerprint,
-        "n_ctx": n_ctx,
-        "tiers": tiers_of(shape, n_ctx, plan, None, on_gpu=bool(cards())),
+        "n_ctx": planned.n_ctx,
+        "tiers": tiers_of(shape, planned.n_ctx, planned.plan, None, on_gpu=bool(cards())),
         "manifest": _manifest_of(placement),
+        **planned.as_json(),
     }
-    context.output.result(value, "" if plan is None else plan_table(plan))
+    context.output.result(value, planned.table())
 
 
-def _start_object(
-    context: AgentContext, load: _Load, engine: Engine, plan: TierPlan | None, pending: int
-) -> dict[str, Any]:
+def _start_object(context: AgentContext, load: _Load, engine: Engine, planned: RunPlan, pending: int) -> dict[str, Any]:
     return {
         "model": str(load.path),
         "fingerprint": engine.shape.fingerprint,
         "n_ctx": engine.n_ctx,
-        "tiers": tiers_of(engine.shape, engine.n_ctx, plan, engine, on_gpu=engine.on_gpu),
+        "tiers": tiers_of(engine.shape, engine.n_ctx, planned.plan, engine, on_gpu=engine.on_gpu),
         "manifest": _manifest_of(load.placement),
         "upload": {
             "allowed": _may_upload(context),
             "pending": pending,
             "service_url": context.service_url(),
         },
+        **planned.as_json(),
     }
 
 
