@@ -9,6 +9,7 @@ from spark_agent.commands.bench import bench_command
 from spark_agent.commands.doctor import doctor_command
 from spark_agent.commands.launch import launch_command
 from spark_agent.commands.models import models_app
+from spark_agent.commands.paths import paths_command
 from spark_agent.commands.record import record_command
 from spark_agent.commands.run import run_command
 from spark_agent.commands.upload import upload_app
@@ -35,6 +36,7 @@ app.command("record")(record_command)
 app.command("bench")(bench_command)
 app.command("launch")(launch_command)
 app.command("doctor")(doctor_command)
+app.command("paths")(paths_command)
 app.add_typer(models_app, name="models")
 app.add_typer(upload_app, name="upload")
 add_profile_commands(app)

@@ -90,6 +90,8 @@ class ServiceClient:
         self._timeout_s = timeout_s
         self._offline = offline
         self._client: httpx.Client | None = None
+        self.last_date: str | None = None
+        """What time the last answer said it is, as its header has it."""
 
     def __enter__(self) -> Self:
         return self
@@ -235,6 +237,7 @@ class ServiceClient:
                 f"no answer from the calibration service at {self.base_url}: {reason[:_MAX_SHOWN]}",
                 hint="start one with `spark-service run --open`, or correct SPARKMOE_SERVICE_URL",
             ) from error
+        self.last_date = answer.headers.get("date")
         if answer.status >= 400:
             raise self._refusal(answer)
         if 300 <= answer.status < 400 and answer.status != 304:

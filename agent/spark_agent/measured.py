@@ -49,7 +49,7 @@ def machine_name(n_devices: int = 0) -> str:
 def keep_benchmark(value: Mapping[str, Any], machine: str) -> Path:
     """Keep what ``spark-agent bench --json`` says in place of the last; raise :class:`SparkError` if it cannot be."""
     path = _path(str(value["fingerprint"]), machine)
-    kept = {**value, "machine": machine, "day": dt.datetime.now(dt.UTC).date().isoformat()}
+    kept = {**value, "machine_name": machine, "day": dt.datetime.now(dt.UTC).date().isoformat()}
     try:
         with replacing(path) as file:
             file.write(json.dumps(kept).encode())

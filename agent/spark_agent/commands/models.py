@@ -43,7 +43,7 @@ def list_command(
     from spark_agent.models.stores import survey
 
     context = AgentContext.create(json_mode=json)
-    memory = machine_memory()
+    memory = _machine_memory()
     found = survey(os.environ, Path.home())
     groups = same_files(found.candidates)
     models: list[ListedModel] = []
@@ -82,7 +82,7 @@ def list_command(
         context.output.hint("name a folder of your own: SPARKMOE_MODELS_DIR=FOLDER; the demo model needs none")
 
 
-def machine_memory() -> MachineMemory:
+def _machine_memory() -> MachineMemory:
     """Memory of this machine now; raise ``InstallationError`` where llama.cpp is not what it should be."""
     from spark_agent.models.listing import MachineMemory
     from spark_runtime.host_probe import probe_host

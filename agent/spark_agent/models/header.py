@@ -116,7 +116,7 @@ def header_reader(seconds_per_file: float = _SECONDS_PER_FILE) -> Iterator[Heade
         reader.close()
 
 
-def read_header(path: Path) -> Header:
+def _read_header(path: Path) -> Header:
     """The same in this process, for the worker alone."""
     from spark_runtime.errors import SparkRuntimeError
     from spark_runtime.gguf_file import read_gguf
@@ -189,7 +189,7 @@ def _quantisation(model: GgufModel, part: str) -> str | None:
     return sizes.most_common(1)[0][0] if sizes else None
 
 
-def main() -> None:
+def _main() -> None:
     """Answer each line, a path in JSON, with a line of JSON until there are no more."""
     from spark_runtime.ggml import ggml_base
 
@@ -198,7 +198,7 @@ def main() -> None:
         with contextlib.suppress(ValueError, OSError):  # an administrator's limit is lower
             resource.setrlimit(resource.RLIMIT_DATA, (data + _MOST_MEMORY, data + _MOST_MEMORY))
     for line in sys.stdin:
-        header = read_header(Path(json.loads(line)))
+        header = _read_header(Path(json.loads(line)))
         sys.stdout.write(json.dumps(asdict(header)) + "\n")
         sys.stdout.flush()
 
@@ -213,4 +213,4 @@ def _data_bytes() -> int | None:
 
 
 if __name__ == "__main__":
-    main()
+    _main()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from spark_runtime.host_memory import HostMemory
     from spark_runtime.memory_plan import DeviceMemory
 
-__all__ = ["Fit", "ListedModel", "MachineMemory", "fit_of", "same_files"]
+__all__ = ["Fit", "ListedModel", "MachineMemory", "file_bytes", "fit_of", "listed", "same_files"]
 
 Fit = Literal["gpu", "tiered", "host", "no"]
 
