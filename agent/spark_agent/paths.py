@@ -13,6 +13,7 @@ __all__ = [
     "ensure_private_dir",
     "local_key_path",
     "manifests_dir",
+    "own_counts_path",
     "service_keys_dir",
     "spool_path",
     "state_dir",
@@ -54,6 +55,11 @@ def local_key_path() -> Path:
 def manifests_dir() -> Path:
     """Folder of pulled placement manifests."""
     return data_dir() / "manifests"
+
+
+def own_counts_path() -> Path:
+    """The database of what this machine's own sessions selected."""
+    return data_dir() / "own-sessions.db"
 
 
 def service_keys_dir() -> Path:
