@@ -61,12 +61,22 @@ class ChosenPlacement:
         return manifest_frequency(self.manifest) if self.source == "pulled" and self.manifest is not None else None
 
     def in_force(self, plan: TierPlan | None) -> PlacementManifest | None:
-        """The manifest to tell of, once the slots are known; of one's own profile made for exactly these slots."""
-        if self.own is None:
+        """The manifest to tell of, once the slots are known; of one's own profile made for exactly these slots.
+
+        One that nobody asked for is in force only where something is tiered.
+        """
+        if self.source == "given":
             return self.manifest
         if plan is None or plan.start is None:
             return None
+        if self.own is None:
+            return self.manifest
         return self.own.manifest(plan.memory.n_ctx, slots=[layer.slots for layer in plan.start.layers])
+
+    def source_of(self, plan: TierPlan | None) -> PlacementSource:
+        """As :attr:`source`, once it is known whether anything is tiered."""
+        tiered = plan is not None and plan.start is not None
+        return self.source if tiered or self.source == "given" else "none"
 
 
 def choose_placement(

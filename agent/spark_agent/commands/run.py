@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from spark_agent.chosen_placement import ChosenPlacement, choose_placement
 from spark_agent.context import AgentContext, warn_about_counting
-from spark_agent.errors import RefusedError, SparkError
-from spark_agent.manifests import find_manifest
+from spark_agent.errors import RefusedError, SparkError, UsageError
 from spark_agent.output import counted
 from spark_agent.sizes import format_size
 from spark_agent.tiering import (
@@ -68,6 +68,9 @@ def run_command(
         float,
         typer.Option(min=0.0, max=1.0, help="Share of the slots that hold the manifest's hottest experts for good."),
     ] = 0.0,
+    no_profile: Annotated[
+        bool, typer.Option("--no-profile", help="Start cold: by no pulled profile and none of this machine's own.")
+    ] = False,
     no_tier: Annotated[bool, typer.Option("--no-tier", help="Keep every expert resident, as llama.cpp does.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the memory plan and load nothing.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the start-up object as JSON.")] = False,
@@ -75,7 +78,6 @@ def run_command(
     """Serve a model's OpenAI-compatible API on this machine and count its routing."""
     from spark_runtime.engine import context_for
     from spark_runtime.gguf_file import read_gguf
-    from spark_runtime.manifest_check import check_manifest
     from spark_runtime.model_shape import shape_of
 
     context = AgentContext.create(json_mode=json)
@@ -84,9 +86,17 @@ def run_command(
     path = context.model_path(model)
     file = read_gguf(path)
     shape = shape_of(file)
-    placement = find_manifest(manifest, shape.fingerprint) if manifest is not None else None
+    if manifest is not None and no_profile:
+        raise UsageError("--manifest and --no-profile contradict each other", "pass one of them")
+    chosen = choose_placement(
+        shape,
+        given=manifest,
+        workload=workload or UNLABELLED,
+        no_profile=no_profile or no_tier,
+        warn=context.output.warning,
+    )
+    placement = chosen.asked
     if placement is not None:
-        check_manifest(placement, shape)
         if ctx > placement.n_ctx:
             context.output.warning(
                 f"the manifest was planned for a context of {placement.n_ctx} tokens; {ctx} need "
@@ -99,13 +109,13 @@ def run_command(
         context.output.warning("--no-tier keeps every expert resident: the manifest is checked and not used")
     n_ctx = context_for(shape, ctx)
     if dry_run:
-        plan = plan_for(file, shape, tiers, placement, n_ctx, always=True)
-        _show_plan(context, path, shape, n_ctx, plan, placement)
+        plan = plan_for(file, shape, tiers, placement, n_ctx, always=True, frequency=chosen.frequency)
+        _show_plan(context, path, shape, n_ctx, plan, chosen)
         return
     address = host if host is not None else context.environment.host
     _serve(
         context,
-        _Load(path, file, shape, tiers, placement, n_ctx, threads),
+        _Load(path, file, shape, tiers, chosen, n_ctx, threads),
         (address, context.environment.port if port is None else port),
         workload or _workload_of(placement),
     )
@@ -124,9 +134,13 @@ class _Load:
     file: GgufModel
     shape: ModelShape
     tiers: TierOptions
-    placement: PlacementManifest | None
+    chosen: ChosenPlacement
     n_ctx: int
     threads: int
+
+    @property
+    def placement(self) -> PlacementManifest | None:
+        return self.chosen.asked
 
 
 def _serve(context: AgentContext, load: _Load, address: tuple[str, int], workload: str) -> None:
@@ -135,11 +149,14 @@ def _serve(context: AgentContext, load: _Load, address: tuple[str, int], workloa
 
     with bind(*address) as listener, context.spool() as spool:
         key = context.session_key()
-        plan = plan_for(load.file, load.shape, load.tiers, load.placement, load.n_ctx)
+        plan = plan_for(load.file, load.shape, load.tiers, load.placement, load.n_ctx, frequency=load.chosen.frequency)
         if plan is not None:
             context.output.info(plan_table(plan))
+            if plan.start is not None:
+                context.output.info(f"experts start by: {load.chosen.reason}")
             _warn_about_budget(context, load, plan)
         options = planned_options(plan, load.tiers, load.n_ctx, load.threads)
+        manifest = load.chosen.in_force(plan)
         with Engine.load(load.path, options) as engine:
             warn_about_counting(context, engine)
             warn_about_tiers(context, engine)
@@ -151,9 +168,10 @@ def _serve(context: AgentContext, load: _Load, address: tuple[str, int], workloa
                 key=key,
                 name=load.path.stem,
                 workload=workload,
-                start=_start_object(context, load, engine, plan, spool.stats().pending),
+                start=_start_object(context, load, engine, plan, manifest, spool.stats().pending),
                 resident_share=1.0 if plan is None else plan.resident_share,
-                manifest=load.placement,
+                manifest=manifest,
+                source=load.chosen.source_of(plan),
                 describe=_describe,
             )
 
@@ -184,7 +202,7 @@ def _show_plan(
     shape: ModelShape,
     n_ctx: int,
     plan: TierPlan | None,
-    placement: PlacementManifest | None,
+    chosen: ChosenPlacement,
 ) -> None:
     from spark_runtime.tier_plan import cards
 
@@ -193,20 +211,29 @@ def _show_plan(
         "fingerprint": shape.fingerprint,
         "n_ctx": n_ctx,
         "tiers": tiers_of(shape, n_ctx, plan, None, on_gpu=bool(cards())),
-        "manifest": _manifest_of(placement),
+        "manifest": _manifest_of(chosen.in_force(plan)),
+        "placement": {"source": chosen.source_of(plan), "reason": chosen.reason},
     }
-    context.output.result(value, "" if plan is None else plan_table(plan))
+    tiered = plan is not None and plan.start is not None
+    lines = [] if plan is None else [plan_table(plan)]
+    context.output.result(value, "\n".join([*lines, *([f"experts start by: {chosen.reason}"] if tiered else [])]))
 
 
 def _start_object(
-    context: AgentContext, load: _Load, engine: Engine, plan: TierPlan | None, pending: int
+    context: AgentContext,
+    load: _Load,
+    engine: Engine,
+    plan: TierPlan | None,
+    manifest: PlacementManifest | None,
+    pending: int,
 ) -> dict[str, Any]:
     return {
         "model": str(load.path),
         "fingerprint": engine.shape.fingerprint,
         "n_ctx": engine.n_ctx,
         "tiers": tiers_of(engine.shape, engine.n_ctx, plan, engine, on_gpu=engine.on_gpu),
-        "manifest": _manifest_of(load.placement),
+        "manifest": _manifest_of(manifest),
+        "placement": {"source": load.chosen.source_of(plan), "reason": load.chosen.reason},
         "upload": {
             "allowed": _may_upload(context),
             "pending": pending,

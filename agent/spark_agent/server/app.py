@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -163,6 +163,7 @@ def create_app(
     model: str,
     health: dict[str, Any],
     stats: Callable[[], dict[str, Any]],
+    extra_routes: Sequence[Route] = (),
     lifespan: Lifespan[Starlette] | None = None,
 ) -> Starlette:
     """The application; ``health`` is added to what ``/health`` answers, ``stats`` gives what ``/spark/stats`` does."""
@@ -174,6 +175,7 @@ def create_app(
             Route("/v1/models", api.models),
             Route("/v1/models/{name:path}", api.model),
             Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
+            *extra_routes,
         ],
         lifespan=lifespan,
         middleware=[Middleware(LocalOnly)],

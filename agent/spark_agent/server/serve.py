@@ -17,16 +17,21 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 
+from spark_agent.chosen_placement import PlacementSource
 from spark_agent.context import AgentContext
 from spark_agent.errors import RefusedError, SparkError, UsageError
 from spark_agent.identity import session_hash
 from spark_agent.live import live_misses
+from spark_agent.own_sessions import OwnSessions
 from spark_agent.server.app import create_app
+from spark_agent.server.placement_control import PlacementControl
+from spark_agent.server.placement_routes import placement_routes
 from spark_agent.server.sessions import LiveSessions
 from spark_agent.server.stats import tier_stats
 from spark_agent.server.uploader import Uploader
 from spark_agent.server.worker import Worker
 from spark_agent.spool import Spool
+from spark_agent.trust import ManifestTrust
 from spark_runtime.chat import ChatFormat
 from spark_runtime.engine import Engine
 from spark_runtime.session_counts import SessionCounts
@@ -84,24 +89,41 @@ def serve(
     start: dict[str, Any],
     resident_share: float,
     manifest: PlacementManifest | None,
+    source: PlacementSource,
     describe: Callable[[dict[str, Any]], str],
 ) -> None:
     """Serve until SIGINT or SIGTERM; then finish, keep all counts, and return. ``key`` is that of session hashes.
 
     ``resident_share`` of the experts' bytes is in slots; it is told with the counters. ``manifest`` is what the slots
-    were started from.
+    were started from, and ``source`` where it came from.
     """
+    own = OwnSessions(engine.shape, context.output.warning)
 
     def close(lineage: str, counts: SessionCounts) -> None:
-        histogram = counts.to_histogram(session_hash(key, lineage), workload, live_misses(counts, manifest))
+        told, under = placement.manifest_of(None if counts.misses is None else counts.misses.start)
+        live = live_misses(counts, under) if told else None
+        histogram = counts.to_histogram(session_hash(key, lineage), workload, live)
         if histogram is not None:
             spool.add(engine.shape, histogram)
+            own.keep(histogram)
 
     def complain(error: Exception) -> None:
         context.output.warning(f"session counts could not be kept yet: {error}")
 
+    def complain_of_placement(error: BaseException) -> None:
+        context.output.warning(f"the experts stay where they are: {error}")
+
     sessions = LiveSessions(engine.shape, close, time.monotonic)
     worker = Worker(engine, sessions, complain)
+    placement = PlacementControl(
+        engine,
+        worker,
+        ManifestTrust.of_this_machine(context.environment),
+        own.profile,
+        complain_of_placement,
+        source=source,
+        manifest=manifest,
+    )
     uploader = Uploader(context, spool, AgentContext.create)
     host, port = listener.getsockname()[:2]
     base_url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -121,6 +143,7 @@ def serve(
         model=name,
         health={"model": Path(start["model"]).name, "fingerprint": engine.shape.fingerprint},
         stats=lambda: tier_stats(engine, resident_share),
+        extra_routes=placement_routes(placement),
         lifespan=lifespan,
     )
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_CUT_OFF_S, server_header=False)
@@ -130,6 +153,7 @@ def serve(
         finally:
             worker.stop()
             uploader.stop()
+            own.close()
             if len(sessions):
                 context.output.warning(f"{len(sessions)} sessions' counts were lost: see the warnings above")
 

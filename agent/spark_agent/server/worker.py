@@ -5,7 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from typing import Literal
+from concurrent.futures import Future
+from typing import Literal, TypeVar
 
 from spark_agent.server.generation import AbandonedError, BusyError, Finished, Generation, Piece
 from spark_agent.server.sessions import LiveSessions
@@ -17,6 +18,7 @@ __all__ = ["Worker"]
 
 MAX_WAITING = 64
 _HOUSEKEEPING_S = 30.0
+_T = TypeVar("_T")
 
 
 class Worker:
@@ -26,7 +28,8 @@ class Worker:
         self._engine = engine
         self._sessions = sessions
         self._on_error = on_error
-        self._waiting: queue.Queue[Generation | None] = queue.Queue()
+        self._waiting: queue.Queue[Generation | Callable[[], None] | None] = queue.Queue()
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="spark-engine")
 
@@ -44,6 +47,28 @@ class Worker:
         if self._waiting.qsize() >= MAX_WAITING:
             raise BusyError
         self._waiting.put(generation)
+
+    def call(self, function: Callable[[], _T]) -> Future[_T]:
+        """Run a function on the computing thread between two steps; also while nothing is computed."""
+        if self._stopping.is_set():
+            raise AbandonedError
+        future: Future[_T] = Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except BaseException as error:
+                    # Whoever waits for the result decides what it means.
+                    future.set_exception(error)
+
+        self._calls.put(run)
+        self._waiting.put(self._run_calls)
+        return future
+
+    def _run_calls(self) -> None:
+        while not self._calls.empty():
+            self._calls.get()()
 
     def give_up(self) -> None:
         """End the running generation and those in line with :class:`AbandonedError`."""
@@ -64,8 +89,12 @@ class Worker:
                 self._keep(self._sessions.tidy)
                 continue
             if generation is None:
+                self._run_calls()
                 self._keep(self._sessions.close_all)
                 return
+            if not isinstance(generation, Generation):
+                generation()
+                continue
             self._serve(generation)
             self._keep(self._sessions.tidy)
 
@@ -114,5 +143,6 @@ class Worker:
         return Finished(reason, len(generation.tokens), reused, produced)
 
     def _check_wanted(self, generation: Generation) -> None:
+        self._run_calls()
         if generation.cancelled.is_set() or self._stopping.is_set():
             raise AbandonedError
