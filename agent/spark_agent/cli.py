@@ -7,6 +7,7 @@ import typer
 from spark_agent.cli_spark import add_profile_commands, print_version
 from spark_agent.commands.bench import bench_command
 from spark_agent.commands.doctor import doctor_command
+from spark_agent.commands.ps import ps_command
 from spark_agent.commands.record import record_command
 from spark_agent.commands.run import run_command
 from spark_agent.commands.upload import upload_app
@@ -29,6 +30,7 @@ def _options(
 
 
 app.command("run")(run_command)
+app.command("ps")(ps_command)
 app.command("record")(record_command)
 app.command("bench")(bench_command)
 app.command("doctor")(doctor_command)

@@ -119,6 +119,13 @@ TEAM_KEY = Variable(
     secret=True,
 )
 MODEL = Variable("SPARKMOE_MODEL", "path", None, "GGUF file to use when a command names none.", _text)
+WORKLOAD_RULES = Variable(
+    "SPARKMOE_WORKLOAD_RULES",
+    "path",
+    None,
+    "Rules that give served requests a workload; by default workloads.toml in the config folder, if it is there.",
+    _text,
+)
 DO_NOT_TRACK = Variable("DO_NOT_TRACK", "any but 0, false, no, off", False, "Upload nothing.", _do_not_track)
 NO_COLOR = Variable("NO_COLOR", "any", False, "Write without colour.", _present)
 SIGNING_KEY = Variable(
@@ -138,6 +145,7 @@ VARIABLES: tuple[Variable, ...] = (
     NO_PROGRESS,
     TEAM_KEY,
     MODEL,
+    WORKLOAD_RULES,
     DO_NOT_TRACK,
     NO_COLOR,
     SIGNING_KEY,
@@ -156,6 +164,7 @@ class Environment:
     no_progress: bool = False
     team_key: bytes | None = field(default=None, repr=False)
     model: str | None = None
+    workload_rules: str | None = None
     do_not_track: bool = False
     no_color: bool = False
     signing_key: str | None = None
@@ -173,6 +182,7 @@ class Environment:
             no_progress=NO_PROGRESS.read(source),
             team_key=TEAM_KEY.read(source),
             model=MODEL.read(source),
+            workload_rules=WORKLOAD_RULES.read(source),
             do_not_track=DO_NOT_TRACK.read(source),
             no_color=NO_COLOR.read(source),
             signing_key=SIGNING_KEY.read(source),

@@ -7,6 +7,7 @@ from pathlib import Path
 import platformdirs
 
 __all__ = [
+    "agents_dir",
     "config_dir",
     "config_path",
     "data_dir",
@@ -17,6 +18,7 @@ __all__ = [
     "service_keys_dir",
     "spool_path",
     "state_dir",
+    "workload_rules_path",
 ]
 
 _APP = "spark"
@@ -45,6 +47,16 @@ def config_path() -> Path:
 def spool_path() -> Path:
     """The database of histograms that wait for upload."""
     return state_dir() / "spool.db"
+
+
+def agents_dir() -> Path:
+    """Folder of the running agents, one file each."""
+    return state_dir() / "agents"
+
+
+def workload_rules_path() -> Path:
+    """The rules that give requests a workload, unless another file is named."""
+    return config_dir() / "workloads.toml"
 
 
 def local_key_path() -> Path:

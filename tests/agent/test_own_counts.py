@@ -134,9 +134,13 @@ def test_a_full_disk_keeps_what_was_there(own, path, make_model, make_session):
     with own._using() as connection:
         pages = connection.execute("PRAGMA page_count").fetchone()[0]
         connection.execute(f"PRAGMA max_page_count = {pages}")
-    with pytest.raises(OwnCountsError, match="full"):
+
+    def fill() -> None:
         for number in range(2, 200):
             own.add(make_model(number), session(make_session, make_model(number), number))
+
+    with pytest.raises(OwnCountsError, match="full"):
+        fill()
     assert len(own.parts(model)["chat"]) == 1
 
 

@@ -17,11 +17,19 @@ from spark_agent.workload_name import check_workload_name
 if TYPE_CHECKING:
     from spark_agent.own_counts import OwnWorkload
     from spark_agent.own_profile import OwnProfile
+    from spark_agent.signatures import SignedBy
     from spark_schemas.manifest import PlacementManifest
     from spark_schemas.model import ModelShape
     from spark_schemas.profile import Profile
 
-__all__ = ["forget_command", "local_manifest", "local_profile", "local_profiles", "refuse_with_local"]
+__all__ = [
+    "forget_command",
+    "local_manifest",
+    "local_profile",
+    "local_profiles",
+    "offer_to_running",
+    "refuse_with_local",
+]
 
 _SERVE_HINT = "sessions that spark-agent run serves are counted here; see spark profiles ls --local"
 
@@ -37,6 +45,22 @@ def _own(context: AgentContext, shape: ModelShape, workload: str) -> OwnProfile:
     if found is None:
         raise SparkError(f"no own session of {workload} calibrates a profile of this model yet", _SERVE_HINT)
     return found
+
+
+def offer_to_running(
+    context: AgentContext,
+    fingerprint: str,
+    *,
+    content: bytes | None = None,
+    signed: SignedBy | None = None,
+    local: str | None = None,
+) -> None:
+    """Let this machine's running agents of a model take a placement over, and say what came of it."""
+    from spark_agent.apply_placement import apply_to_running
+    from spark_agent.running import RunningAgents
+
+    agents = RunningAgents.of_this_machine().find(context.output.warning)
+    apply_to_running(agents, fingerprint, content=content, signed=signed, local=local, say=context.output.info)
 
 
 def refuse_with_local(*options: tuple[str, object]) -> None:

@@ -13,6 +13,7 @@ from spark_agent.commands.own_profiles import (
     local_manifest,
     local_profile,
     local_profiles,
+    offer_to_running,
     refuse_with_local,
 )
 from spark_agent.commands.profile_diff import diff_command
@@ -76,6 +77,10 @@ def pull_profile_command(
     half_life_days: HalfLifeDays = None,
     service: Service = None,
     local: Local = False,
+    apply: Annotated[
+        bool,
+        typer.Option("--apply/--no-apply", help="Let agents that run this model take it over, between two tokens."),
+    ] = True,
     json: Json = False,
 ) -> None:
     """Get the best placement of a model's experts for a workload, or a mix, within a memory budget.
@@ -104,6 +109,8 @@ def pull_profile_command(
         found = local_manifest(context, shape, name, vram_bytes=vram_bytes, n_ctx=n_ctx, reserve_bytes=reserve_bytes)
         if output is not None and not dry_run:
             save_manifest(output, found.model_dump_json().encode(), None)
+        if apply and not dry_run:
+            offer_to_running(context, shape.fingerprint, local=name)
         context.output.result(
             _pulled(found, "local", None, window_days, half_life_days), lambda: _print_manifest(context.output, found)
         )
@@ -144,6 +151,8 @@ def pull_profile_command(
         context.output.info(f"{'unchanged' if answer.manifest is None else 'stored'}: {stored}")
         if output is not None:
             save_manifest(output, content, signed)
+        if apply:
+            offer_to_running(context, shape.fingerprint, content=content, signed=signed)
     signed_by = key_id_of(signed.key) if signed else None
     context.output.result(
         _pulled(manifest, key.service_url, signed_by, window_days, half_life_days),

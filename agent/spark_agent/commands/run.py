@@ -22,7 +22,7 @@ from spark_agent.tiering import (
     tiers_of,
     warn_about_tiers,
 )
-from spark_agent.workload_name import check_workload_name
+from spark_agent.workload_name import UNLABELLED, check_workload_name
 from spark_schemas.mix import Mix
 
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from spark_schemas.model import ModelShape
 
 __all__ = ["run_command"]
-
-UNLABELLED = "unlabelled"
 
 
 def run_command(

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from spark_agent.signatures import SignedBy
     from spark_agent.trust import ManifestTrust
     from spark_runtime.engine import Engine
+    from spark_runtime.session_counts import SessionCounts
     from spark_schemas.ids import Phase
 
 __all__ = ["DECISIONS_KEPT", "LivePromise", "Order", "PlacementControl", "Replacement", "keeping"]
@@ -133,6 +134,18 @@ class PlacementControl:
                 if ran is start:
                     return source in {"given", "pulled", "none"}, manifest
         return False, None
+
+    @property
+    def manifest(self) -> PlacementManifest | None:
+        """What is promised of the placement in force; from any thread."""
+        with self._lock:
+            return self._now.manifest
+
+    def promised_of(self, counts: SessionCounts) -> PlacementManifest | None:
+        """The manifest, one's own too, under which all of a session ran; ``None`` if it was not one placement."""
+        start = None if counts.misses is None else counts.misses.start
+        with self._lock:
+            return next((manifest for ran, _, manifest in self._ran if ran is start), None)
 
     def describe(self) -> dict[str, Any]:
         """What is in force, since when, and the latest decisions, newest first."""
