@@ -98,9 +98,11 @@ class RunningAgents:
                 warn(f"{path} is not a running agent's: {_reason(error)}")
         return sorted(found, key=lambda agent: (agent.started_s, agent.pid))
 
-    def on_port(self, port: int) -> RunningAgent | None:
-        """The agent that has a port."""
-        return next((agent for agent in self.find() if agent.port == port), None)
+    def listening_on(self, host: str, port: int) -> RunningAgent | None:
+        """The agent that has a port of an address."""
+        every = {"0.0.0.0", "::"}  # noqa: S104 - nothing is bound
+        found = (agent for agent in self.find() if agent.port == port)
+        return next((agent for agent in found if host in every or agent.host in {host, *every}), None)
 
     def _path(self, pid: int) -> Path:
         return self.folder / f"{pid}.json"

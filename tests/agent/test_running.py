@@ -50,8 +50,10 @@ def test_an_agent_is_there_until_it_is_removed(agents, warnings):
     (found,) = agents.find(warnings.append)
     assert found == agent(token="secret")
     assert "secret" not in repr(found)
-    assert agents.on_port(11711) == found
-    assert agents.on_port(11712) is None
+    assert agents.listening_on("127.0.0.1", 11711) == found
+    assert agents.listening_on("127.0.0.2", 11711) is None
+    assert agents.listening_on("127.0.0.1", 11712) is None
+    assert agents.listening_on("0.0.0.0", 11711) == found
     agents.remove(found.pid)
     agents.remove(found.pid)
     assert (agents.find(warnings.append), warnings) == ([], [])
@@ -124,6 +126,11 @@ def test_every_address_is_asked_on_loopback():
     assert agent(host="0.0.0.0").address == "127.0.0.1"
     assert agent(host="::").address == "::1"
     assert agent(host="127.0.0.2").address == "127.0.0.2"
+
+
+def test_all_addresses_hold_each(agents):
+    agents.add(agent(host="0.0.0.0"))
+    assert agents.listening_on("127.0.0.2", 11711) is not None
 
 
 def test_where_they_are(tmp_path):

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from spark_agent.transcripts.lineage import RootFinder, as_typed
@@ -63,7 +64,7 @@ class ChatTurn(Protocol):
 
 def lineage_of(messages: Sequence[ChatTurn]) -> str:
     """The lineage of a conversation, by its messages alone; raises ``ValueError`` without any."""
-    return _root(messages)[0]
+    return _root(messages).lineage
 
 
 class Conversations:
@@ -79,33 +80,36 @@ class Conversations:
         self._lock = threading.Lock()
         self._asked: OrderedDict[str, float] = OrderedDict()
         self._continued: OrderedDict[str, str] = OrderedDict()
-        """Lineage by the lineage that the summary alone would give."""
+        """Lineage by the lineage that the restarted conversation alone would have."""
 
     def lineage_of(self, messages: Sequence[ChatTurn]) -> str:
         """The lineage of a conversation; raises ``ValueError`` without messages."""
-        lineage, continues = _root(messages)
+        root = _root(messages)
         asked = _asks_for_summary(messages)
+        lineage = root.lineage
         with self._lock:
-            if continues:
-                lineage = self._continued_from(lineage)
+            if root.is_summary or root.restarted:
+                lineage = self._before(root)
             if asked:
                 self._asked[lineage] = self._clock()
                 self._asked.move_to_end(lineage)
                 _limit(self._asked)
         return lineage
 
-    def _continued_from(self, summary: str) -> str:
-        if summary in self._continued:
-            self._continued.move_to_end(summary)
-            return self._continued[summary]
+    def _before(self, root: _Root) -> str:
+        if root.lineage in self._continued:
+            self._continued.move_to_end(root.lineage)
+            return self._continued[root.lineage]
+        if not root.is_summary and self._asked.pop(root.lineage, None) is not None:
+            return root.lineage  # it kept its beginning
         now = self._clock()
         while self._asked and now - next(iter(self._asked.values())) > SUMMARY_TIMEOUT_S:
             self._asked.popitem(last=False)
         if len(self._asked) != 1:
             # Several may be meant: a session of its own is better than one joined with a stranger's.
-            return summary
+            return root.lineage
         lineage, _ = self._asked.popitem()
-        self._continued[summary] = lineage
+        self._continued[root.lineage] = lineage
         _limit(self._continued)
         return lineage
 
@@ -115,8 +119,16 @@ def _limit(remembered: OrderedDict[str, float] | OrderedDict[str, str]) -> None:
         remembered.popitem(last=False)
 
 
-def _root(messages: Sequence[ChatTurn]) -> tuple[str, bool]:
-    """The lineage, and whether it is that of a summary."""
+@dataclass(frozen=True, slots=True)
+class _Root:
+    lineage: str
+    is_summary: bool
+    """The root is the summary of what went before."""
+    restarted: bool
+    """A summary stands among the person's messages: Codex keeps the latest of them, not always the first."""
+
+
+def _root(messages: Sequence[ChatTurn]) -> _Root:
     if not messages:
         raise ValueError("found no messages, expected at least one")
     finder = RootFinder()
@@ -128,7 +140,7 @@ def _root(messages: Sequence[ChatTurn]) -> tuple[str, bool]:
                 finder.note(answer.text, is_summary=True)
             else:
                 finder.note(_quoted_opening(text) or text)
-    return finder.lineage(messages[0].text), finder.continues
+    return _Root(finder.lineage(messages[0].text), finder.continues, bool(finder.summaries))
 
 
 def _quoted_opening(text: str) -> str | None:

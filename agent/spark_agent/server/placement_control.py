@@ -45,7 +45,7 @@ Replacement = Literal["auto", "on", "watch", "off"]
 ``watch`` decides and changes nothing, ``off`` does not look."""
 
 
-class Caller(Protocol):
+class _Caller(Protocol):
     """The worker: runs a function on the computing thread between two steps."""
 
     def call(self, function: Callable[[], _T]) -> Future[_T]: ...
@@ -88,7 +88,7 @@ class PlacementControl:
     def __init__(
         self,
         engine: Engine,
-        worker: Caller,
+        worker: _Caller,
         trust: ManifestTrust,
         own: Callable[[str], OwnProfile | None],
         on_error: Callable[[BaseException], None],

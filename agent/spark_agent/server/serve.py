@@ -84,7 +84,9 @@ def bind(host: str, port: int) -> Iterator[socket.socket]:
             listener.bind((name, port))
             listener.listen(_BACKLOG)
         except OSError as error:
-            other = RunningAgents.of_this_machine().on_port(port) if error.errno == errno.EADDRINUSE else None
+            other = (
+                RunningAgents.of_this_machine().listening_on(name, port) if error.errno == errno.EADDRINUSE else None
+            )
             if other is not None:
                 raise SparkError(
                     f"cannot listen on {host} port {port}: an agent that serves {other.model} has it "
@@ -140,8 +142,12 @@ def serve(
         context.output.warning(f"the experts stay where they are: {error}")
 
     def done(report: GenerationReport) -> None:
-        activity.generation(report)
-        activity.compare(sessions)
+        # Whatever fails in telling must not end the thread that computes.
+        try:
+            activity.generation(report)
+            activity.compare(sessions)
+        except Exception as error:
+            context.output.warning(f"a generation is missing in the metrics: {error}")
 
     def flushed(report: FlushReport | None) -> None:
         ok = report is not None and report.last_error is None

@@ -5,7 +5,7 @@
     [[rule]]
     workload = "review"
     user_agent = "aider"                      # part of it, upper or lower case
-    system = ["/work/api", "code reviewer"]   # part of the system prompt: any of these
+    system = ["/src/api", "code reviewer"]   # part of the system prompt: any of these
 
     [[rule]]
     workload = "chat"

@@ -182,6 +182,22 @@ def test_a_compacted_conversation_goes_on_as_itself(restarted):
     assert conversations.lineage_of(turns(("user", f"{SUMMARY} And wrote one."))) == lineage
 
 
+CODEX_SUMMARY = "Another language model started to solve this problem and produced a summary of its thinking process."
+CODEX_ASK = ("user", "You are performing a CONTEXT CHECKPOINT COMPACTION. Create a handoff summary.")
+
+
+def test_codex_keeps_the_latest_messages_and_not_always_the_first():
+    conversations = Conversations()
+    lineage = conversations.lineage_of(codex(1, ("user", OTHER), CODEX_ASK))
+    assert conversations.lineage_of(codex(1, ("user", OTHER), ("user", CODEX_SUMMARY))) == lineage
+    assert not conversations._asked, "it was restarted"
+    conversations.lineage_of(codex(1, ("user", OTHER), CODEX_ASK))
+    cut = turns(("user", OTHER), ("user", f"{CODEX_SUMMARY} More."), ("user", "Go on"))
+    assert conversations.lineage_of(cut) == lineage
+    assert conversations.lineage_of([*cut, Turn("assistant", "a")]) == lineage
+    assert Conversations().lineage_of(cut) == conversation_lineage(OTHER)
+
+
 def test_nothing_is_guessed_of_a_summary():
     clock = Clock()
     conversations = Conversations(clock)

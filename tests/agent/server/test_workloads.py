@@ -20,7 +20,7 @@ RULES = """
 [[rule]]
 workload = "review"
 user_agent = "Aider"
-system = ["/work/api", "Code Reviewer"]
+system = ["/src/api", "Code Reviewer"]
 
 [[rule]]
 workload = "chat"
@@ -39,8 +39,8 @@ def found(headers: dict[str, str] | None = None, system: str = "", model: str | 
 def test_the_first_rule_whose_every_condition_holds():
     aider = {"user-agent": "litellm AIDER/0.86"}
     assert found(aider, "you are a CODE reviewer") == "review"
-    assert found(aider, "in /work/api") == "review"
-    assert found(aider, "in /work/web") is None
+    assert found(aider, "in /src/api") == "review"
+    assert found(aider, "in /src/web") is None
     assert found({}, "code reviewer") is None
     assert found(aider, "code reviewer", "gpt-4o") == "review"
     assert found({}, "", "gpt-4o") == "chat"
@@ -98,7 +98,7 @@ def test_files_that_are_none(tmp_path):
         load_rules(tmp_path)
 
 
-def say(text: str = "You are a code reviewer in /work/api") -> list[ChatMessage]:
+def say(text: str = "You are a code reviewer in /src/api") -> list[ChatMessage]:
     return [ChatMessage(role="system", content=text), ChatMessage(role="user", content="hello")]
 
 
