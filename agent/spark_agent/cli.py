@@ -10,6 +10,7 @@ from spark_agent.commands.doctor import doctor_command
 from spark_agent.commands.launch import launch_command
 from spark_agent.commands.models import models_app
 from spark_agent.commands.paths import paths_command
+from spark_agent.commands.ps import ps_command
 from spark_agent.commands.record import record_command
 from spark_agent.commands.run import run_command
 from spark_agent.commands.upload import upload_app
@@ -32,6 +33,7 @@ def _options(
 
 
 app.command("run")(run_command)
+app.command("ps")(ps_command)
 app.command("record")(record_command)
 app.command("bench")(bench_command)
 app.command("launch")(launch_command)

@@ -122,6 +122,13 @@ MODEL = Variable("SPARKMOE_MODEL", "path", None, "GGUF file to use when a comman
 MODELS_DIR = Variable(
     "SPARKMOE_MODELS_DIR", "path", None, "Folder of GGUF files that `spark-agent models ls` lists first.", _text
 )
+WORKLOAD_RULES = Variable(
+    "SPARKMOE_WORKLOAD_RULES",
+    "path",
+    None,
+    "Rules that give served requests a workload; by default workloads.toml in the config folder, if it is there.",
+    _text,
+)
 DO_NOT_TRACK = Variable("DO_NOT_TRACK", "any but 0, false, no, off", False, "Upload nothing.", _do_not_track)
 NO_COLOR = Variable("NO_COLOR", "any", False, "Write without colour.", _present)
 SIGNING_KEY = Variable(
@@ -142,6 +149,7 @@ VARIABLES: tuple[Variable, ...] = (
     TEAM_KEY,
     MODEL,
     MODELS_DIR,
+    WORKLOAD_RULES,
     DO_NOT_TRACK,
     NO_COLOR,
     SIGNING_KEY,
@@ -161,6 +169,7 @@ class Environment:
     team_key: bytes | None = field(default=None, repr=False)
     model: str | None = None
     models_dir: str | None = None
+    workload_rules: str | None = None
     do_not_track: bool = False
     no_color: bool = False
     signing_key: str | None = None
@@ -179,6 +188,7 @@ class Environment:
             team_key=TEAM_KEY.read(source),
             model=MODEL.read(source),
             models_dir=MODELS_DIR.read(source),
+            workload_rules=WORKLOAD_RULES.read(source),
             do_not_track=DO_NOT_TRACK.read(source),
             no_color=NO_COLOR.read(source),
             signing_key=SIGNING_KEY.read(source),

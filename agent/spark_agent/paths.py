@@ -7,6 +7,7 @@ from pathlib import Path
 import platformdirs
 
 __all__ = [
+    "agents_dir",
     "benchmarks_dir",
     "cache_dir",
     "config_dir",
@@ -15,9 +16,11 @@ __all__ = [
     "ensure_private_dir",
     "local_key_path",
     "manifests_dir",
+    "own_counts_path",
     "service_keys_dir",
     "spool_path",
     "state_dir",
+    "workload_rules_path",
 ]
 
 _APP = "spark"
@@ -53,6 +56,16 @@ def spool_path() -> Path:
     return state_dir() / "spool.db"
 
 
+def agents_dir() -> Path:
+    """Folder of the running agents, one file each."""
+    return state_dir() / "agents"
+
+
+def workload_rules_path() -> Path:
+    """The rules that give requests a workload, unless another file is named."""
+    return config_dir() / "workloads.toml"
+
+
 def local_key_path() -> Path:
     """File of the machine's own session-hash key, used when the team shares none."""
     return state_dir() / "session.key"
@@ -66,6 +79,11 @@ def manifests_dir() -> Path:
 def benchmarks_dir() -> Path:
     """Folder of what ``spark-agent bench`` measured on this machine."""
     return cache_dir() / "bench"
+
+
+def own_counts_path() -> Path:
+    """The database of what this machine's own sessions selected."""
+    return data_dir() / "own-sessions.db"
 
 
 def service_keys_dir() -> Path:

@@ -11,9 +11,9 @@ from spark_agent.sizes import format_size
 from spark_agent.tiering import TierOptions, plan_for, plan_table
 
 if TYPE_CHECKING:
+    from spark_agent.chosen_placement import ChosenPlacement
     from spark_runtime.gguf_file import GgufModel
     from spark_runtime.tier_plan import TierPlan
-    from spark_schemas.manifest import PlacementManifest
     from spark_schemas.model import ModelShape
 
 __all__ = ["RunPlan", "make_run_plan"]
@@ -46,7 +46,7 @@ def make_run_plan(
     model: GgufModel,
     shape: ModelShape,
     options: TierOptions,
-    manifest: PlacementManifest | None,
+    chosen: ChosenPlacement,
     asked_ctx: int,
     *,
     always: bool = False,
@@ -60,8 +60,10 @@ def make_run_plan(
     from spark_runtime.host_probe import probe_host
     from spark_runtime.tier_plan import cards
 
+    manifest = chosen.asked
+
     def plan_at(n_ctx: int) -> TierPlan | None:
-        return plan_for(model, shape, options, manifest, n_ctx, always=always)
+        return plan_for(model, shape, options, manifest, n_ctx, always=always, frequency=chosen.frequency)
 
     if asked_ctx or manifest is not None:
         n_ctx = context_for(shape, asked_ctx or min(shape.context_length, manifest.n_ctx if manifest else 0))
@@ -72,12 +74,14 @@ def make_run_plan(
         n_ctx, plan, context = choose_context(shape, plan_at, free)
     on_cards = bool(cards())
     measured = find_benchmark(shape.fingerprint, machine_name(options.devices))
-    choices = [context, *_tier_choices(plan, options, manifest, on_cards=on_cards)]
-    return RunPlan(n_ctx, plan, tuple(choices), forecast(shape, plan, manifest, measured, on_cards=on_cards))
+    choices = [context, *_tier_choices(plan, options, chosen, on_cards=on_cards)]
+    return RunPlan(
+        n_ctx, plan, tuple(choices), forecast(shape, plan, chosen.in_force(plan), measured, on_cards=on_cards)
+    )
 
 
 def _tier_choices(
-    plan: TierPlan | None, options: TierOptions, manifest: PlacementManifest | None, *, on_cards: bool
+    plan: TierPlan | None, options: TierOptions, chosen: ChosenPlacement, *, on_cards: bool
 ) -> list[Choice]:
     if plan is None or plan.start is None:
         return [Choice("experts", "all resident", _why_resident(options, on_cards=on_cards))]
@@ -86,8 +90,9 @@ def _tier_choices(
     pinned = sum(layer.pinned for layer in start.layers)
     batch = plan.memory.n_ubatch
     reserve = sum(memory.reserve_bytes for memory in plan.memory.memory)
-    chosen = [
-        Choice("hot set", f"{start.slots} of {total} experts", _why_slots(options, manifest)),
+    choices = [
+        Choice("profile", chosen.source_of(plan), chosen.reason),
+        Choice("hot set", f"{start.slots} of {total} experts", _why_slots(options, chosen)),
         Choice(
             "ring",
             f"{start.slots - pinned} slots",
@@ -102,8 +107,8 @@ def _tier_choices(
         ),
     ]
     if reserve:
-        chosen.append(Choice("reserve", format_size(reserve), "left free for other programs' memory, which grows"))
-    return chosen
+        choices.append(Choice("reserve", format_size(reserve), "left free for other programs' memory, which grows"))
+    return choices
 
 
 def _why_resident(options: TierOptions, *, on_cards: bool) -> str:
@@ -114,14 +119,14 @@ def _why_resident(options: TierOptions, *, on_cards: bool) -> str:
     return "there is no GPU, so nothing is gained by tiers"
 
 
-def _why_slots(options: TierOptions, manifest: PlacementManifest | None) -> str:
-    by = f"by the profile {manifest.workload}" if manifest is not None else "no profile: the same share of every layer"
+def _why_slots(options: TierOptions, chosen: ChosenPlacement) -> str:
+    by = "by the profile" if chosen.source != "none" else "the same share of every layer"
     if options.residency is not None:
         return f"--residency {options.residency:g}, {by}"
     if options.vram is not None:
         return f"what --vram {options.vram} holds, {by}"
-    if manifest is not None:
-        return f"the manifest {manifest.workload}"
+    if chosen.asked is not None:
+        return "as many as the manifest says"
     return f"what free video memory holds, {by}"
 
 

@@ -8,7 +8,10 @@ from spark_agent.errors import UsageError
 from spark_schemas.ids import WorkloadName
 from spark_schemas.mix import Mix, MixError
 
-__all__ = ["check_profile_name", "check_workload_name"]
+__all__ = ["UNLABELLED", "check_profile_name", "check_workload_name"]
+
+UNLABELLED = "unlabelled"
+"""What sessions are counted under that nobody gave a workload."""
 
 _NAME: TypeAdapter[str] = TypeAdapter(WorkloadName)
 

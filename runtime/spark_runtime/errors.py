@@ -11,6 +11,7 @@ SparkRuntimeError
 ├── PlanError                  the model does not fit the memory as asked
 ├── ContextFullError           a prompt or conversation longer than the context
 ├── ChatTemplateError          the model's chat template fails on these messages
+├── GrammarError               a grammar that llama.cpp cannot read, or that leaves no token to choose
 ├── ClosedError                a model that has been closed
 ├── TierError                  experts cannot be put into slots as asked
 ├── RoutingReadError           what llama.cpp computed cannot be a router's selection
@@ -30,6 +31,7 @@ __all__ = [
     "ClosedError",
     "ContextFullError",
     "DecodeError",
+    "GrammarError",
     "InstallationError",
     "ModelFileError",
     "ModelMismatchError",
@@ -99,6 +101,10 @@ class ContextFullError(SparkRuntimeError):
 
 class ChatTemplateError(SparkRuntimeError):
     """The chat template rejects the messages."""
+
+
+class GrammarError(SparkRuntimeError):
+    """A grammar that cannot be read, or that costs too much to follow, or that nothing satisfies."""
 
 
 class ClosedError(SparkRuntimeError):

@@ -15,6 +15,18 @@ class Sampling:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int | None = None
+    top_k: int = 0
+    """The so many likeliest tokens alone; 0 is all of them."""
+    min_p: float = 0.0
+    """Tokens at least so likely, compared with the likeliest."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit for every time it was generated."""
+    presence_penalty: float = 0.0
+    """Taken from a token's logit once it was generated."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Added to the logits of tokens, by id."""
+    grammar: str | None = None
+    """GBNF with the root rule ``root``, which the text has to follow."""
 
     def build(self, llama: Any) -> Any:
         """A new sampler chain; the caller frees it with ``llama_sampler_free``."""

@@ -13,6 +13,7 @@ import typer
 from spark_agent.context import AgentContext
 from spark_agent.errors import SparkError
 from spark_agent.launch import TOOLS, Endpoint, Launch, launch_of
+from spark_agent.running import RunningAgents
 from spark_agent.running_agent import ask_agent, base_url_of
 
 if TYPE_CHECKING:
@@ -46,8 +47,10 @@ def launch_command(
     if json and not dry_run:
         raise SparkError("--json describes what --dry-run would run", "add --dry-run", exit_code=2)
     environment = context.environment
-    address = base_url_of(host or environment.host, port or environment.port)
-    key = os.environ.get("SPARKMOE_API_KEY") or None
+    where = host or environment.host, port or environment.port
+    address = base_url_of(*where)
+    registered = RunningAgents.of_this_machine().listening_on(*where)
+    key = None if registered is None else registered.token
     found = ask_agent(address, key)
     chosen, served = TOOLS[tool], _model_of(found, model)
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from spark_agent.chosen_placement import ChosenPlacement, choose_placement
 from spark_agent.context import AgentContext, warn_about_counting
-from spark_agent.errors import RefusedError, SparkError
-from spark_agent.manifests import find_manifest
+from spark_agent.errors import RefusedError, SparkError, UsageError
 from spark_agent.output import counted
 from spark_agent.run_plan import RunPlan, make_run_plan
 from spark_agent.sizes import format_size
 from spark_agent.tiering import MOST_THREADS, TierOptions, plan_for, planned_options, tiers_of, warn_about_tiers
-from spark_agent.workload_name import check_workload_name
+from spark_agent.workload_name import UNLABELLED, check_workload_name
 from spark_schemas.mix import Mix
 
 if TYPE_CHECKING:
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from spark_schemas.model import ModelShape
 
 __all__ = ["run_command"]
-
-UNLABELLED = "unlabelled"
 
 
 def run_command(
@@ -63,13 +61,15 @@ def run_command(
         float,
         typer.Option(min=0.0, max=1.0, help="Share of the slots that hold the manifest's hottest experts for good."),
     ] = 0.0,
+    no_profile: Annotated[
+        bool, typer.Option("--no-profile", help="Start cold: by no pulled profile and none of this machine's own.")
+    ] = False,
     no_tier: Annotated[bool, typer.Option("--no-tier", help="Keep every expert resident, as llama.cpp does.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the memory plan and load nothing.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the start-up object as JSON.")] = False,
 ) -> None:
     """Serve a model's OpenAI-compatible API on this machine and count its routing."""
     from spark_runtime.gguf_file import read_gguf
-    from spark_runtime.manifest_check import check_manifest
     from spark_runtime.model_shape import shape_of
 
     context = AgentContext.create(json_mode=json)
@@ -78,26 +78,33 @@ def run_command(
     path = context.model_path(model)
     file = read_gguf(path)
     shape = shape_of(file)
-    placement = find_manifest(manifest, shape.fingerprint) if manifest is not None else None
-    if placement is not None:
-        check_manifest(placement, shape)
-        if ctx > placement.n_ctx:
-            context.output.warning(
-                f"the manifest was planned for a context of {placement.n_ctx} tokens; {ctx} need "
-                f"{format_size(shape.context_bytes(ctx) - shape.context_bytes(placement.n_ctx))} more than it counted"
-            )
+    if manifest is not None and no_profile:
+        raise UsageError("--manifest and --no-profile contradict each other", "pass one of them")
+    chosen = choose_placement(
+        shape,
+        given=manifest,
+        workload=workload or UNLABELLED,
+        no_profile=no_profile or no_tier,
+        warn=context.output.warning,
+    )
+    placement = chosen.asked
+    if placement is not None and ctx > placement.n_ctx:
+        context.output.warning(
+            f"the manifest was planned for a context of {placement.n_ctx} tokens; {ctx} need "
+            f"{format_size(shape.context_bytes(ctx) - shape.context_bytes(placement.n_ctx))} more than it counted"
+        )
     tiers = TierOptions(vram, residency, ubatch, devices, pinned_share, no_tier)
     tiers.check(placement)
     if no_tier and placement is not None:
         context.output.warning("--no-tier keeps every expert resident: the manifest is checked and not used")
     if dry_run:
-        plan = make_run_plan(file, shape, tiers, placement, ctx, always=True)
-        _show_plan(context, path, shape, plan, placement)
+        planned = make_run_plan(file, shape, tiers, chosen, ctx, always=True)
+        _show_plan(context, path, shape, planned, chosen)
         return
     address = host if host is not None else context.environment.host
     _serve(
         context,
-        _Load(path, file, shape, tiers, placement, ctx, threads),
+        _Load(path, file, shape, tiers, chosen, ctx, threads),
         (address, context.environment.port if port is None else port),
         workload or _workload_of(placement),
     )
@@ -116,10 +123,14 @@ class _Load:
     file: GgufModel
     shape: ModelShape
     tiers: TierOptions
-    placement: PlacementManifest | None
+    chosen: ChosenPlacement
     ctx: int
     """Context asked for, tokens; 0: nobody says."""
     threads: int
+
+    @property
+    def placement(self) -> PlacementManifest | None:
+        return self.chosen.asked
 
 
 def _serve(context: AgentContext, load: _Load, address: tuple[str, int], workload: str) -> None:
@@ -128,12 +139,13 @@ def _serve(context: AgentContext, load: _Load, address: tuple[str, int], workloa
 
     with bind(*address) as listener, context.spool() as spool:
         key = context.session_key()
-        planned = make_run_plan(load.file, load.shape, load.tiers, load.placement, load.ctx)
+        planned = make_run_plan(load.file, load.shape, load.tiers, load.chosen, load.ctx)
         plan = planned.plan
         context.output.info(planned.table())
         if plan is not None:
             _warn_about_budget(context, load, plan)
         options = planned_options(plan, load.tiers, planned.n_ctx, load.threads)
+        manifest = load.chosen.in_force(plan)
         with Engine.load(load.path, options) as engine:
             warn_about_counting(context, engine)
             warn_about_tiers(context, engine)
@@ -145,9 +157,10 @@ def _serve(context: AgentContext, load: _Load, address: tuple[str, int], workloa
                 key=key,
                 name=load.path.stem,
                 workload=workload,
-                start=_start_object(context, load, engine, planned, spool.stats().pending),
+                start=_start_object(context, load, engine, planned, manifest, spool.stats().pending),
                 resident_share=1.0 if plan is None else plan.resident_share,
-                manifest=load.placement,
+                manifest=manifest,
+                source=load.chosen.source_of(plan),
                 describe=_describe,
             )
 
@@ -172,9 +185,7 @@ def _warn_about_budget(context: AgentContext, load: _Load, plan: TierPlan) -> No
             context.output.hint(f"--vram {placement.vram_budget_bytes} keeps within it, by the same profile")
 
 
-def _show_plan(
-    context: AgentContext, path: Path, shape: ModelShape, planned: RunPlan, placement: PlacementManifest | None
-) -> None:
+def _show_plan(context: AgentContext, path: Path, shape: ModelShape, planned: RunPlan, chosen: ChosenPlacement) -> None:
     from spark_runtime.tier_plan import cards
 
     value = {
@@ -182,19 +193,28 @@ def _show_plan(
         "fingerprint": shape.fingerprint,
         "n_ctx": planned.n_ctx,
         "tiers": tiers_of(shape, planned.n_ctx, planned.plan, None, on_gpu=bool(cards())),
-        "manifest": _manifest_of(placement),
+        "manifest": _manifest_of(chosen.in_force(planned.plan)),
+        "placement": {"source": chosen.source_of(planned.plan), "reason": chosen.reason},
         **planned.as_json(),
     }
     context.output.result(value, planned.table())
 
 
-def _start_object(context: AgentContext, load: _Load, engine: Engine, planned: RunPlan, pending: int) -> dict[str, Any]:
+def _start_object(
+    context: AgentContext,
+    load: _Load,
+    engine: Engine,
+    planned: RunPlan,
+    manifest: PlacementManifest | None,
+    pending: int,
+) -> dict[str, Any]:
     return {
         "model": str(load.path),
         "fingerprint": engine.shape.fingerprint,
         "n_ctx": engine.n_ctx,
         "tiers": tiers_of(engine.shape, engine.n_ctx, planned.plan, engine, on_gpu=engine.on_gpu),
-        "manifest": _manifest_of(load.placement),
+        "manifest": _manifest_of(manifest),
+        "placement": {"source": load.chosen.source_of(planned.plan), "reason": load.chosen.reason},
         "upload": {
             "allowed": _may_upload(context),
             "pending": pending,

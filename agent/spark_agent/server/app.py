@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -21,10 +21,10 @@ from starlette.routing import Route
 from starlette.types import Lifespan
 
 from spark_agent.server.api_error import ApiError
+from spark_agent.server.conversations import ChatTurn, lineage_of
 from spark_agent.server.generation import AbandonedError, BusyError, Finished, Generation, Piece
 from spark_agent.server.local_only import LocalOnly
 from spark_agent.server.requests import ChatRequest, first_fault
-from spark_agent.server.sessions import lineage_of
 from spark_agent.server.worker import Worker
 from spark_runtime.chat import ChatFormat
 from spark_runtime.errors import ChatTemplateError, SparkRuntimeError
@@ -41,8 +41,17 @@ class _ChatApi:
     """Handlers that share the worker, the chat template and the model's name."""
 
     def __init__(
-        self, worker: Worker, chat: ChatFormat, model: str, health: dict[str, Any], stats: Callable[[], dict[str, Any]]
+        self,
+        worker: Worker,
+        chat: ChatFormat,
+        model: str,
+        health: dict[str, Any],
+        stats: Callable[[], dict[str, Any]],
+        lineage_of: Callable[[Sequence[ChatTurn]], str],
+        workload_of: Callable[[Mapping[str, str], Sequence[ChatTurn], str | None], str | None],
     ) -> None:
+        self._lineage_of = lineage_of
+        self._workload_of = workload_of
         self._worker = worker
         self._chat = chat
         self._model = model
@@ -54,7 +63,8 @@ class _ChatApi:
         return JSONResponse({"status": "ok", **self._health, "waiting": self._worker.waiting})
 
     async def stats(self, _request: Request) -> Response:
-        return JSONResponse(self._stats())
+        # It reads a file.
+        return JSONResponse(await run_in_threadpool(self._stats))
 
     async def models(self, _request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._entry()]})
@@ -70,10 +80,12 @@ class _ChatApi:
 
     async def chat_completions(self, request: Request) -> Response:
         body = _parse(await _read_body(request))
+        workload = self._workload_of(request.headers, body.messages, body.model)
         # A long conversation takes a while to tokenise, and others are being answered meanwhile.
         tokens = await run_in_threadpool(self._tokens, body)
         generation = Generation(
-            lineage=lineage_of(body.messages),
+            lineage=await run_in_threadpool(self._lineage_of, body.messages),
+            workload=workload,
             tokens=tokens,
             sampling=body.sampling(),
             max_tokens=body.token_limit,
@@ -164,9 +176,16 @@ def create_app(
     health: dict[str, Any],
     stats: Callable[[], dict[str, Any]],
     lifespan: Lifespan[Starlette] | None = None,
+    lineage_of: Callable[[Sequence[ChatTurn]], str] = lineage_of,
+    workload_of: Callable[[Mapping[str, str], Sequence[ChatTurn], str | None], str | None] = lambda *_: None,
+    extra_routes: Sequence[Route] = (),
 ) -> Starlette:
-    """The application; ``health`` is added to what ``/health`` answers, ``stats`` gives what ``/spark/stats`` does."""
-    api = _ChatApi(worker, chat, model, health, stats)
+    """The application; ``health`` is added to what ``/health`` answers, ``stats`` gives what ``/spark/stats`` does.
+
+    ``lineage_of`` says which conversation messages belong to, ``workload_of`` what they are counted under: from
+    headers by name in lower case, the messages, and the name of the model that was asked for.
+    """
+    api = _ChatApi(worker, chat, model, health, stats, lineage_of, workload_of)
     return Starlette(
         routes=[
             Route("/health", api.health),
@@ -174,6 +193,7 @@ def create_app(
             Route("/v1/models", api.models),
             Route("/v1/models/{name:path}", api.model),
             Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
+            *extra_routes,
         ],
         lifespan=lifespan,
         middleware=[Middleware(LocalOnly)],

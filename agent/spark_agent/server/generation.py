@@ -11,7 +11,9 @@ from typing import Literal
 
 from spark_runtime.sampling import Sampling
 
-__all__ = ["AbandonedError", "BusyError", "Finished", "Generation", "Piece"]
+__all__ = ["AbandonedError", "BusyError", "Finished", "Generation", "GenerationReport", "Piece", "TokenLogprob"]
+
+MAX_TOP_LOGPROBS = 20
 
 
 class BusyError(Exception):
@@ -23,10 +25,26 @@ class AbandonedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A chosen token and how likely it was, by the model's own distribution: before any sampling parameter."""
+
+    token: int
+    piece: bytes
+    logprob: float
+    """Natural logarithm."""
+    top: tuple[tuple[int, bytes, float], ...]
+    """The likeliest tokens, likeliest first: id, bytes, logarithm."""
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
-    """Text that is certain."""
+    """Text that is certain, and the tokens that became certain with it, if log probabilities were asked for.
+
+    Either may be empty: a token's text may be held back, or a token may have none.
+    """
 
     text: str
+    tokens: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +52,27 @@ class Finished:
     """How a generation ended."""
 
     reason: Literal["stop", "length"]
+    prompt_tokens: int
+    reused_tokens: int
+    completion_tokens: int
+    stop: str | None = None
+    """The stop string that was met."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationReport:
+    """What one generation took, told after it ended, however it ended."""
+
+    outcome: Literal["stop", "length", "cancelled", "error"]
+    workload: str | None
+    queued_s: float
+    """From being submitted to its first step."""
+    prompt_s: float
+    """Spent computing the prompt, without what others took in between."""
+    decode_s: float
+    """Spent generating, without what others took in between."""
+    first_token_s: float | None
+    """From being submitted to the first token; ``None`` without one."""
     prompt_tokens: int
     reused_tokens: int
     completion_tokens: int
@@ -48,6 +87,10 @@ class Generation:
     sampling: Sampling
     max_tokens: int | None
     stops: tuple[str, ...]
+    top_logprobs: int | None = None
+    """``None``: no log probabilities; 0 to :data:`MAX_TOP_LOGPROBS`: each token's own, and so many of the likeliest."""
+    workload: str | None = None
+    """``None`` is the agent's default."""
     cancelled: threading.Event = field(default_factory=threading.Event)
     events: asyncio.Queue[Piece | Finished | Exception] = field(default_factory=asyncio.Queue)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)

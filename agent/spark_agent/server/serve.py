@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import errno
 import ipaddress
-import signal
+import os
 import socket
 import sys
 import time
@@ -17,16 +17,36 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 
+from spark_agent import __version__
+from spark_agent.chosen_placement import PlacementSource
 from spark_agent.context import AgentContext
-from spark_agent.errors import RefusedError, SparkError, UsageError
+from spark_agent.errors import ConfigError, RefusedError, SparkError, UsageError
 from spark_agent.identity import session_hash
 from spark_agent.live import live_misses
+from spark_agent.output import counted
+from spark_agent.own_sessions import OwnSessions
+from spark_agent.paths import workload_rules_path
+from spark_agent.running import RunningAgent, RunningAgents, process_started
+from spark_agent.server.activity import Activity, ClosedSession, Promise
 from spark_agent.server.app import create_app
+from spark_agent.server.conversations import Conversations
+from spark_agent.server.generation import GenerationReport
+from spark_agent.server.metrics import Metrics
+from spark_agent.server.nearest import PulledWorkloads
+from spark_agent.server.observed import Observed, metrics_route
+from spark_agent.server.placement_control import PlacementControl
+from spark_agent.server.placement_routes import placement_routes
 from spark_agent.server.sessions import LiveSessions
-from spark_agent.server.stats import tier_stats
+from spark_agent.server.state import StateReader
+from spark_agent.server.stats import agent_stats
+from spark_agent.server.stopping import StoppableServer
 from spark_agent.server.uploader import Uploader
 from spark_agent.server.worker import Worker
+from spark_agent.server.workloads import Workloads
 from spark_agent.spool import Spool
+from spark_agent.trust import ManifestTrust
+from spark_agent.upload import FlushReport
+from spark_agent.workload_name import UNLABELLED
 from spark_runtime.chat import ChatFormat
 from spark_runtime.engine import Engine
 from spark_runtime.session_counts import SessionCounts
@@ -35,8 +55,6 @@ from spark_schemas.manifest import PlacementManifest
 __all__ = ["bind", "serve"]
 
 _BACKLOG = 128
-_GRACE_S = 5
-"""How long running requests may go on after a signal, before they are answered with an error."""
 _CUT_OFF_S = 30
 """When connections are closed even if the engine is still in the middle of a step."""
 
@@ -66,6 +84,15 @@ def bind(host: str, port: int) -> Iterator[socket.socket]:
             listener.bind((name, port))
             listener.listen(_BACKLOG)
         except OSError as error:
+            other = (
+                RunningAgents.of_this_machine().listening_on(name, port) if error.errno == errno.EADDRINUSE else None
+            )
+            if other is not None:
+                raise SparkError(
+                    f"cannot listen on {host} port {port}: an agent that serves {other.model} has it "
+                    f"(process {other.pid})",
+                    f"use that one (spark-agent ps shows it), end it (kill {other.pid}), or take a free port with -p 0",
+                ) from error
             raise SparkError(
                 f"cannot listen on {host} port {port}: {error.strerror}", "choose another port: -p 0 takes a free one"
             ) from error
@@ -84,33 +111,79 @@ def serve(
     start: dict[str, Any],
     resident_share: float,
     manifest: PlacementManifest | None,
+    source: PlacementSource,
     describe: Callable[[dict[str, Any]], str],
+    token: str | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM; then finish, keep all counts, and return. ``key`` is that of session hashes.
 
     ``resident_share`` of the experts' bytes is in slots; it is told with the counters. ``manifest`` is what the slots
-    were started from.
+    were started from, and ``source`` where it came from. ``workload`` is that of requests which neither a header nor a
+    rule labels; ``token`` is what the API asks for, kept for ``spark-agent ps``. A second signal ends what runs at
+    once, a third one the process.
     """
+    own = OwnSessions(engine.shape, context.output.warning)
+    workloads = Workloads(_rules_path(context), context.output.warning)
+    activity = Activity(workload, PulledWorkloads(engine.shape) if workload == UNLABELLED else None)
 
-    def close(lineage: str, counts: SessionCounts) -> None:
-        histogram = counts.to_histogram(session_hash(key, lineage), workload, live_misses(counts, manifest))
+    def close(lineage: str, named: str | None, counts: SessionCounts) -> None:
+        told, under = placement.manifest_of(None if counts.misses is None else counts.misses.start)
+        live = live_misses(counts, under) if told else None
+        histogram = counts.to_histogram(session_hash(key, lineage), named or workload, live)
         if histogram is not None:
             spool.add(engine.shape, histogram)
+            own.keep(histogram)
+            activity.closed(named, _closed(counts, placement.promised_of(counts)))
 
     def complain(error: Exception) -> None:
         context.output.warning(f"session counts could not be kept yet: {error}")
 
+    def complain_of_placement(error: BaseException) -> None:
+        context.output.warning(f"the experts stay where they are: {error}")
+
+    def done(report: GenerationReport) -> None:
+        # Whatever fails in telling must not end the thread that computes.
+        try:
+            activity.generation(report)
+            activity.compare(sessions)
+        except Exception as error:
+            context.output.warning(f"a generation is missing in the metrics: {error}")
+
+    def flushed(report: FlushReport | None) -> None:
+        ok = report is not None and report.last_error is None
+        activity.upload(ok=ok, histograms=0 if report is None else report.uploaded)
+
     sessions = LiveSessions(engine.shape, close, time.monotonic)
-    worker = Worker(engine, sessions, complain)
-    uploader = Uploader(context, spool, AgentContext.create)
-    host, port = listener.getsockname()[:2]
-    base_url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    described = {"base_url": base_url, **start}
+    worker = Worker(engine, sessions, complain, on_done=done)
+    placement = PlacementControl(
+        engine,
+        worker,
+        ManifestTrust.of_this_machine(context.environment),
+        own.profile,
+        complain_of_placement,
+        source=source,
+        manifest=manifest,
+    )
+    uploader = Uploader(context, spool, AgentContext.create, flushed)
+    state = StateReader(
+        __version__,
+        name,
+        worker,
+        engine,
+        sessions,
+        spool,
+        activity,
+        lambda: resident_share,
+        lambda: _promise(placement.manifest),
+    )
+    agent = _described(listener, name, engine.shape.fingerprint, token)
+    described = {"base_url": agent.base_url, **start}
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         worker.start()
         uploader.start()
+        _register(context, agent)
         context.output.result(described, describe(described))
         sys.stdout.flush()  # whoever started this process through a pipe waits for it
         yield
@@ -120,37 +193,82 @@ def serve(
         ChatFormat(engine),
         model=name,
         health={"model": Path(start["model"]).name, "fingerprint": engine.shape.fingerprint},
-        stats=lambda: tier_stats(engine, resident_share),
+        stats=lambda: agent_stats(state()),
         lifespan=lifespan,
+        lineage_of=Conversations().lineage_of,
+        workload_of=workloads,
+        extra_routes=[metrics_route(Metrics(state)), *placement_routes(placement)],
     )
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_CUT_OFF_S, server_header=False)
-    with _signals_end_quietly():
+    observed = Observed(app, app.routes, activity)
+    config = uvicorn.Config(observed, log_level="warning", timeout_graceful_shutdown=_CUT_OFF_S, server_header=False)
+    server = StoppableServer(config, worker.give_up)
+    with server.signals():
         try:
-            _Server(config, worker).run(sockets=[listener])
+            server.run(sockets=[listener])
         finally:
+            _unregister(context, agent)
             worker.stop()
             uploader.stop()
-            if len(sessions):
-                context.output.warning(f"{len(sessions)} sessions' counts were lost: see the warnings above")
+            own.close()
+            lost = len(sessions) + sessions.lost
+            if lost:
+                context.output.warning(f"the counts of {counted(lost, 'session')} were lost: see the warnings above")
 
 
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, worker: Worker) -> None:
-        super().__init__(config)
-        self._worker = worker
+def _rules_path(context: AgentContext) -> Path:
+    named = context.environment.workload_rules
+    if named is None:
+        return workload_rules_path()
+    if not Path(named).exists():
+        raise ConfigError(
+            f"SPARKMOE_WORKLOAD_RULES: found {named!r}, where there is no file", "correct it, or unset it"
+        )
+    return Path(named)
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        ending = asyncio.get_running_loop().call_later(_GRACE_S, self._worker.give_up)
-        await super().shutdown(sockets)
-        ending.cancel()
+
+def _closed(counts: SessionCounts, manifest: PlacementManifest | None) -> ClosedSession:
+    misses, promise = counts.misses, _promise(manifest)
+    return ClosedSession(
+        workload="",  # the activity's own word for it
+        prefill_tokens=counts.tokens["prefill"],
+        decode_tokens=counts.tokens["decode"],
+        cold_hit_rate=None if misses is None else misses.cold_hits / misses.selections,
+        promised_cold_hit_rate=None if promise is None else promise.cold_hit_rate,
+        placement="none" if manifest is None else manifest.workload,
+    )
 
 
-@contextmanager
-def _signals_end_quietly() -> Iterator[None]:
-    """Let uvicorn stop on a signal without raising it again afterwards: stopping a server is not a failure."""
-    previous = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+def _promise(manifest: PlacementManifest | None) -> Promise | None:
+    expected = None if manifest is None else manifest.expected
+    if manifest is None or expected is None:
+        return None
+    return Promise(expected.cold_hit_rate, expected.low, expected.high, manifest.workload)
+
+
+def _described(listener: socket.socket, name: str, fingerprint: str, token: str | None) -> RunningAgent:
+    host, port = listener.getsockname()[:2]
+    return RunningAgent(
+        pid=os.getpid(),
+        process_started=process_started(os.getpid()),
+        host=host,
+        port=port,
+        base_url=f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}",
+        model=name[:300],
+        fingerprint=fingerprint,
+        started_s=time.time(),
+        token=token,
+    )
+
+
+def _register(context: AgentContext, agent: RunningAgent) -> None:
     try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        RunningAgents.of_this_machine().add(agent)
+    except OSError as error:
+        context.output.warning(f"`spark-agent ps` will not show this agent: {error}")
+
+
+def _unregister(context: AgentContext, agent: RunningAgent) -> None:
+    try:
+        RunningAgents.of_this_machine().remove(agent.pid)
+    except OSError as error:
+        context.output.warning(f"the file of this agent stays until the next `spark-agent ps`: {error}")

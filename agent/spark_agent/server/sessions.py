@@ -1,66 +1,76 @@
-"""Which conversation a request belongs to, and the counts of every open one.
-
-Coding tools send the whole conversation with each request. Its root, found as in transcripts, names the lineage: a
-conversation that is continued, forked or resumed has the same one, and so has its transcript when that is recorded
-later.
-"""
+"""The counts of every open conversation."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from spark_agent.server.requests import ChatMessage
-from spark_agent.transcripts.lineage import RootFinder
+from spark_agent.server.conversations import lineage_of
 from spark_runtime.session_counts import SessionCounts
 from spark_schemas.model import ModelShape
 
-__all__ = ["LiveSessions", "lineage_of"]
+__all__ = ["CloseSession", "LiveSessions", "lineage_of"]
 
 MAX_OPEN = 64
+MAX_KEPT = 256
+"""Where none can be handed over, on a full disk for instance: the oldest is given up beyond that."""
 IDLE_S = 15 * 60.0
-
-
-def lineage_of(messages: Sequence[ChatMessage]) -> str:
-    """The lineage of a conversation."""
-    finder = RootFinder()
-    for message in messages:
-        if message.role == "user":
-            finder.note(message.text)
-    return finder.lineage(messages[0].text)
+CloseSession = Callable[[str, str | None, SessionCounts], None]
+"""Takes the counts of a session: its lineage, its workload (``None``: the agent's default), what it counted."""
+_Key = tuple[str, str | None]
 
 
 @dataclass(slots=True)
 class _Open:
     counts: SessionCounts
     last_use_s: float
+    holders: int = 0
 
 
 class LiveSessions:
     """Counts of open conversations; hands each one over when it has been idle, when room is needed, or at the end.
 
-    What cannot be handed over stays, and is tried again the next time. Not thread-safe: only the thread that computes
-    touches it.
+    A conversation under another workload is another session. What cannot be handed over stays, and is tried again the
+    next time. Not thread-safe: only the thread that computes touches it, but for its length and its numbers.
     """
 
-    def __init__(
-        self, shape: ModelShape, close: Callable[[str, SessionCounts], None], clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, shape: ModelShape, close: CloseSession, clock: Callable[[], float]) -> None:
+        """``clock`` gives seconds and must not jump: the monotonic one."""
         self._shape = shape
         self._close = close
         self._clock = clock
-        self._open: OrderedDict[str, _Open] = OrderedDict()
+        self._open: OrderedDict[_Key, _Open] = OrderedDict()
+        self.closed = 0
+        """Sessions handed over so far."""
+        self.lost = 0
+        """Sessions given up because too many could not be handed over."""
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def counts_of(self, lineage: str) -> SessionCounts:
+    def counts_of(self, lineage: str, workload: str | None = None) -> SessionCounts:
         """The counts a request adds to."""
-        found = self._open.setdefault(lineage, _Open(SessionCounts(self._shape), 0.0))
-        found.last_use_s = self._clock()
-        self._open.move_to_end(lineage)
-        return found.counts
+        return self._use((lineage, workload)).counts
+
+    @contextmanager
+    def held(self, lineage: str, workload: str | None = None) -> Iterator[SessionCounts]:
+        """As :meth:`counts_of`; until the block ends the session is not handed over, however long it takes."""
+        session = self._use((lineage, workload))
+        session.holders += 1
+        try:
+            yield session.counts
+        finally:
+            session.holders -= 1
+            session.last_use_s = self._clock()
+
+    def latest(self) -> tuple[str | None, SessionCounts] | None:
+        """Workload and counts of the session that was used last."""
+        if not self._open:
+            return None
+        (_, workload), session = next(reversed(self._open.items()))
+        return workload, session.counts
 
     def tidy(self) -> None:
         """Hand over what has been idle for a quarter of an hour, and the oldest beyond :data:`MAX_OPEN`.
@@ -69,25 +79,43 @@ class LiveSessions:
         """
         now = self._clock()
         surplus = len(self._open) - MAX_OPEN
-        self._hand_over(
-            lineage
-            for index, (lineage, session) in enumerate(list(self._open.items()))
-            if index < surplus or now - session.last_use_s >= IDLE_S
-        )
+        try:
+            self._hand_over(
+                key
+                for index, (key, session) in enumerate(list(self._open.items()))
+                if not session.holders and (index < surplus or now - session.last_use_s >= IDLE_S)
+            )
+        finally:
+            self._give_up_oldest()
 
     def close_all(self) -> None:
         """Hand over everything; raise the first failure after all were tried."""
         self._hand_over(list(self._open))
 
-    def _hand_over(self, lineages: Iterable[str]) -> None:
+    def _use(self, key: _Key) -> _Open:
+        found = self._open.get(key)
+        if found is None:
+            found = self._open[key] = _Open(SessionCounts(self._shape), 0.0)
+        found.last_use_s = self._clock()
+        self._open.move_to_end(key)
+        return found
+
+    def _hand_over(self, keys: Iterable[_Key]) -> None:
         failure: Exception | None = None
-        for lineage in lineages:
+        for key in keys:
             try:
-                self._close(lineage, self._open[lineage].counts)
+                self._close(*key, self._open[key].counts)
             except Exception as error:
                 # One that is refused must not hold up the others.
                 failure = failure or error
             else:
-                del self._open[lineage]
+                del self._open[key]
+                self.closed += 1
         if failure is not None:
             raise failure
+
+    def _give_up_oldest(self) -> None:
+        surplus = len(self._open) - MAX_KEPT
+        for key in [key for key, session in self._open.items() if not session.holders][: max(surplus, 0)]:
+            del self._open[key]
+            self.lost += 1

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from spark_agent.context import AgentContext
 from spark_agent.errors import RefusedError
 from spark_agent.spool import Spool
-from spark_agent.upload import RetryPolicy, flush
+from spark_agent.upload import FlushReport, RetryPolicy, flush
 
 __all__ = ["Uploader"]
 
@@ -22,8 +22,18 @@ _LAST_CALL = RetryPolicy(attempts=1, timeout_s=5.0)
 class Uploader:
     """Flushes the spool every ten minutes and once more at the end."""
 
-    def __init__(self, context: AgentContext, spool: Spool, reload: Callable[[], AgentContext]) -> None:
-        """``reload`` reads settings again before each flush: consent may be given or taken back at any time."""
+    def __init__(
+        self,
+        context: AgentContext,
+        spool: Spool,
+        reload: Callable[[], AgentContext],
+        on_flush: Callable[[FlushReport | None], None] = lambda _: None,
+    ) -> None:
+        """``reload`` reads settings again before each flush: consent may be given or taken back at any time.
+
+        ``on_flush`` is told of every flush that was allowed: its report, or ``None`` where it failed altogether.
+        """
+        self._on_flush = on_flush
         self._output = context.output
         self._spool = spool
         self._reload = reload
@@ -63,7 +73,9 @@ class Uploader:
         except Exception as error:
             # Uploading must never end serving: whatever failed is said once and tried again later.
             self._warn(str(error))
+            self._on_flush(None)
             return
+        self._on_flush(report)
         if report.last_error is not None:
             self._warn(report.last_error)
 

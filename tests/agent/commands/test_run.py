@@ -62,7 +62,7 @@ def test_the_start_up_object_and_a_manifest(manifest, tmp_path):
     path.write_text(manifest.model_copy(update={"n_ctx": 512}).model_dump_json())
     with running("--manifest", path) as (process, start):
         assert start["n_ctx"] == 512, "the context that the manifest was planned for"
-        fixed = ["base_url", "model", "fingerprint", "n_ctx", "tiers", "manifest", "upload"]
+        fixed = ["base_url", "model", "fingerprint", "n_ctx", "tiers", "manifest", "placement", "upload"]
         assert list(start) == [*fixed, "choices", "expected", "llama_cpp"]
         assert start["fingerprint"] == manifest.fingerprint
         assert start["tiers"]["expert_bytes"] > 0

@@ -74,7 +74,7 @@ def serving(
     kept: list[tuple[str, SessionCounts]] = []
     complaints: list[Exception] = []
 
-    def keep(lineage: str, counts: SessionCounts) -> None:
+    def keep(lineage: str, _workload: str | None, counts: SessionCounts) -> None:
         if (error := refuse()) is not None:
             raise error
         kept.append((lineage, counts))

@@ -1,14 +1,32 @@
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from spark_agent.errors import SpoolFullError
 from spark_agent.identity import session_hash
 from spark_agent.server.requests import ChatMessage
-from spark_agent.server.sessions import IDLE_S, MAX_OPEN, LiveSessions, lineage_of
+from spark_agent.server.sessions import IDLE_S, MAX_KEPT, MAX_OPEN, LiveSessions, lineage_of
 from spark_agent.spool import Spool
 from spark_agent.transcripts.lineage import conversation_lineage
+from spark_runtime.session_counts import SessionCounts
+from spark_schemas.model import ExpertLayer, ModelShape
+
+SHAPE = ModelShape(
+    fingerprint="mf1-" + "0" * 32,
+    sibling="ms1-" + "0" * 32,
+    architecture="test",
+    n_blocks=1,
+    context_length=64,
+    core_bytes=1,
+    kv_bytes_per_token=1,
+    layers=(ExpertLayer(block=0, n_experts=4, top_k=2, expert_bytes=10, tensor_types={"up": "q8_0"}),),
+)
 
 LONG = "Please write a function that reads a file of timestamps and returns the mean pause between them. " * 2
 
@@ -60,7 +78,7 @@ def shape(make_model):
 
 @pytest.fixture
 def sessions(shape, spool: Spool, clock: Clock) -> LiveSessions:
-    def close(lineage: str, counts) -> None:
+    def close(lineage: str, _workload: str | None, counts) -> None:
         histogram = counts.to_histogram(session_hash(b"k" * 16, lineage), "chat")
         if histogram is not None:
             spool.add(shape, histogram)
@@ -136,7 +154,7 @@ def test_a_full_spool_costs_nothing(sessions, spool, clock):
 def test_one_refused_session_does_not_hold_up_the_others(shape, clock):
     kept: list[str] = []
 
-    def close(lineage: str, counts) -> None:
+    def close(lineage: str, _workload: str | None, counts) -> None:
         if lineage == "bad":
             raise ValueError("impossible counts")
         kept.append(lineage)
@@ -148,3 +166,102 @@ def test_one_refused_session_does_not_hold_up_the_others(shape, clock):
         sessions.close_all()
     assert kept == ["a", "b"]
     assert len(sessions) == 1
+
+
+def test_a_conversation_under_two_workloads_is_two_sessions(shape, clock):
+    kept: list[tuple[str, str | None, int]] = []
+    sessions = LiveSessions(
+        shape, lambda lineage, name, counts: kept.append((lineage, name, counts.tokens_total)), clock
+    )
+    for workload, tokens in ((None, 2), ("review", 3), (None, 4)):
+        ids = np.array([[0, 1]] * tokens)
+        sessions.counts_of("a", workload).add("decode", tokens, [ids, ids])
+    assert sessions.latest() == (None, sessions.counts_of("a"))
+    sessions.close_all()
+    assert sorted(kept, key=str) == [("a", "review", 3), ("a", None, 6)]
+    assert sessions.closed == 2
+    assert sessions.latest() is None
+
+
+def test_what_is_being_computed_is_not_handed_over(sessions, spool, clock):
+    with sessions.held("long") as counts:
+        for number in range(MAX_OPEN + 3):
+            use(sessions, str(number))
+        clock.now = 10 * IDLE_S
+        sessions.tidy()
+        assert len(sessions) == 1
+        ids = np.array([[0, 1]])
+        counts.add("decode", 1, [ids, ids])
+        clock.now = 20 * IDLE_S
+    sessions.tidy()
+    assert len(sessions) == 1, "it was used until now"
+    clock.now = 21 * IDLE_S
+    sessions.tidy()
+    assert len(sessions) == 0
+    assert tokens_in(spool) == 3 * (MAX_OPEN + 3) + 1
+
+
+def test_a_disk_that_stays_full_costs_the_oldest_and_says_so(shape, clock):
+    def full(_lineage: str, _workload: str | None, _counts) -> None:
+        raise SpoolFullError("no room")
+
+    sessions = LiveSessions(shape, full, clock)
+    for number in range(MAX_KEPT + 7):
+        use(sessions, str(number))
+        with contextlib.suppress(SpoolFullError):
+            sessions.tidy()
+    assert len(sessions) == MAX_KEPT
+    assert (sessions.closed, sessions.lost) == (0, 7)
+
+
+@pytest.mark.parametrize("now_s", [0.0, 4e9])
+def test_a_wall_clock_that_jumps_changes_nothing(sessions, spool, monkeypatch, now_s):
+    use(sessions, "a")
+    monkeypatch.setattr("time.time", lambda: now_s)
+    sessions.tidy()
+    assert len(sessions) == 1
+    sessions.close_all()
+    assert tokens_in(spool) == 3
+
+
+PROPERTY = settings(derandomize=True, deadline=None, max_examples=100)
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("use"), st.integers(0, 5), st.integers(1, 4)),
+        st.tuples(st.just("wait"), st.integers(0, int(1.5 * IDLE_S)), st.just(0)),
+        st.tuples(st.just("full"), st.integers(0, 1), st.just(0)),
+        st.tuples(st.just("tidy"), st.just(0), st.just(0)),
+    ),
+    max_size=40,
+)
+
+
+@PROPERTY
+@given(STEPS)
+def test_no_token_is_lost_or_counted_twice(steps: list[tuple[str, int, int]]) -> None:
+    now, full = [0.0], [False]
+    expected: Counter[str] = Counter()
+    kept: Counter[str] = Counter()
+
+    def close(lineage: str, _workload: str | None, counts: SessionCounts) -> None:
+        if full[0]:
+            raise SpoolFullError("no room")
+        kept[lineage] += counts.tokens_total
+
+    sessions = LiveSessions(SHAPE, close, lambda: now[0])
+    for what, number, tokens in steps:
+        if what == "use":
+            ids = np.array([[0, 1]] * tokens)
+            sessions.counts_of(str(number)).add("decode", tokens, [ids])
+            expected[str(number)] += tokens
+        elif what == "wait":
+            now[0] += number
+        elif what == "full":
+            full[0] = bool(number)
+        else:
+            with contextlib.suppress(SpoolFullError):
+                sessions.tidy()
+    full[0] = False
+    sessions.close_all()
+    assert kept == expected
+    assert len(sessions) == sessions.lost == 0

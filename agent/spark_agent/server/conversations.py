@@ -1,0 +1,165 @@
+"""Which conversation a request belongs to.
+
+Coding tools send the whole conversation with each request. Its root, found as in transcripts, names the lineage: a
+conversation that is continued, forked or resumed has the same one, and so has its transcript when that is recorded
+later. Beside it they send requests of their own, for a title or a summary, which quote the conversation: those have
+its lineage too. The system prompt is no part of it: tools write the date and the state of the folder into it.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from spark_agent.transcripts.lineage import RootFinder, as_typed
+
+__all__ = ["ChatTurn", "Conversations", "lineage_of"]
+
+MAX_REMEMBERED = 1024
+SUMMARY_TIMEOUT_S = 30 * 60.0
+"""How long after being asked for its summary a conversation may be restarted with it."""
+_ASKED_SO_FAR = "What did we do so far?"
+"""opencode restarts a conversation with this question; the answer to it is the summary."""
+_QUOTING = re.compile(
+    r"""\s*(?:
+        \#\#\#\ Task:                                                          # Open WebUI: titles, tags, follow-ups
+      | Please\ write\ a\ \d+-\d+\ word\ title | Summarize\ this\ coding\ conversation   # Claude Code
+      | Provide\ a\ concise,\ \d+-word-or-less\ title                          # LibreChat
+      | Generate\ a\ (?:title|concise|short) | Create\ a\ (?:title|concise|short)
+      | \#\ USER\n                                                             # aider, for a summary
+    )""",
+    re.VERBOSE,
+)
+_QUOTED = re.compile(r"(?:^|\n)[ \t]*(?:\#[ ]USER|USER:|User:|Human:)[ \t\n]*", re.ASCII)
+_QUOTE_ENDS = re.compile(
+    r"\n[ \t]*(?:\#[ ]ASSISTANT|ASSISTANT:|Assistant:|AI:|Claude:|</chat_history>|</conversation>)"
+)
+# What tools ask at the end of a conversation that they restart with the answer.
+_ASKS_FOR_SUMMARY = re.compile(
+    r"create a detailed summary of the conversation"
+    r"|CONTEXT CHECKPOINT COMPACTION"
+    r"|Provide a detailed (?:prompt|summary) for continuing our conversation"
+    r"|Summarize our conversation"
+    r"|\*Briefly\* summarize this partial conversation"
+)
+_OPENING_CHARS = 2_000
+
+
+class ChatTurn(Protocol):
+    """What is read of a message, whatever API it came through."""
+
+    @property
+    def role(self) -> str:
+        """``system``, ``user``, ``assistant``, ``tool`` or another word for one of them."""
+
+    @property
+    def text(self) -> str:
+        """Its text as one string."""
+
+
+def lineage_of(messages: Sequence[ChatTurn]) -> str:
+    """The lineage of a conversation, by its messages alone; raises ``ValueError`` without any."""
+    return _root(messages).lineage
+
+
+class Conversations:
+    """Names conversations, and knows one again that its tool restarts with a summary (compaction).
+
+    A restarted conversation shares no message with what it was. But its tool asked for the summary shortly before: if
+    exactly one conversation was asked and not restarted yet, it is that one. Keeps digests only, a bounded number of
+    them, and never on disk. Threads may share one.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._asked: OrderedDict[str, float] = OrderedDict()
+        self._continued: OrderedDict[str, str] = OrderedDict()
+        """Lineage by the lineage that the restarted conversation alone would have."""
+
+    def lineage_of(self, messages: Sequence[ChatTurn]) -> str:
+        """The lineage of a conversation; raises ``ValueError`` without messages."""
+        root = _root(messages)
+        asked = _asks_for_summary(messages)
+        lineage = root.lineage
+        with self._lock:
+            if root.is_summary or root.restarted:
+                lineage = self._before(root)
+            if asked:
+                self._asked[lineage] = self._clock()
+                self._asked.move_to_end(lineage)
+                _limit(self._asked)
+        return lineage
+
+    def _before(self, root: _Root) -> str:
+        if root.lineage in self._continued:
+            self._continued.move_to_end(root.lineage)
+            return self._continued[root.lineage]
+        if not root.is_summary and self._asked.pop(root.lineage, None) is not None:
+            return root.lineage  # it kept its beginning
+        now = self._clock()
+        while self._asked and now - next(iter(self._asked.values())) > SUMMARY_TIMEOUT_S:
+            self._asked.popitem(last=False)
+        if len(self._asked) != 1:
+            # Several may be meant: a session of its own is better than one joined with a stranger's.
+            return root.lineage
+        lineage, _ = self._asked.popitem()
+        self._continued[root.lineage] = lineage
+        _limit(self._continued)
+        return lineage
+
+
+def _limit(remembered: OrderedDict[str, float] | OrderedDict[str, str]) -> None:
+    while len(remembered) > MAX_REMEMBERED:
+        remembered.popitem(last=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Root:
+    lineage: str
+    is_summary: bool
+    """The root is the summary of what went before."""
+    restarted: bool
+    """A summary stands among the person's messages: Codex keeps the latest of them, not always the first."""
+
+
+def _root(messages: Sequence[ChatTurn]) -> _Root:
+    if not messages:
+        raise ValueError("found no messages, expected at least one")
+    finder = RootFinder()
+    for index, message in enumerate(messages):
+        if message.role == "user":
+            text = message.text
+            answer = messages[index + 1] if index + 1 < len(messages) else None
+            if text.strip() == _ASKED_SO_FAR and answer is not None and answer.role == "assistant":
+                finder.note(answer.text, is_summary=True)
+            else:
+                finder.note(_quoted_opening(text) or text)
+    return _Root(finder.lineage(messages[0].text), finder.continues, bool(finder.summaries))
+
+
+def _quoted_opening(text: str) -> str | None:
+    """The first message of the conversation that a request for its title quotes."""
+    if not _QUOTING.match(text):
+        return None
+    begin = _QUOTED.search(text)
+    if begin is None:
+        return None
+    end = _QUOTE_ENDS.search(text, begin.end())
+    return text[begin.end() : end.start() if end else None].strip() or None
+
+
+def _asks_for_summary(messages: Sequence[ChatTurn]) -> bool:
+    last = next((message for message in reversed(messages) if message.role == "user"), None)
+    if last is None:
+        return False
+    first = messages[0]
+    return bool(
+        _ASKS_FOR_SUMMARY.search(as_typed(last.text)[:_OPENING_CHARS])
+        or (first.role != "user" and _ASKS_FOR_SUMMARY.match(first.text[:_OPENING_CHARS]))
+    )
