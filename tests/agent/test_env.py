@@ -49,6 +49,7 @@ def test_every_value_is_read():
         b"\xab" * 16,
         "/models/a.gguf",
         "/models",
+        "/rules.toml",
         True,
         True,
         KEY,
