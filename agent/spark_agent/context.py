@@ -65,11 +65,21 @@ class AgentContext:
         return session_key((self.environment.team_key, self.config.team_key), local_key_path())
 
     def model_path(self, given: Path | None) -> Path:
-        """The model to use: the one given, the environment's, or the bundled demo model (said on stderr)."""
+        """The model to use: the one given, the environment's, or the bundled demo model (said on stderr).
+
+        A path, or a name of ``spark-agent models ls``: what is no file and does not look like one is a name. Raises
+        :class:`SparkError` where no model, or several, have it.
+        """
+        if given is None and self.environment.model is not None:
+            given = Path(self.environment.model)
         if given is not None:
-            return given
-        if self.environment.model is not None:
-            return Path(self.environment.model)
+            if given.suffix == ".gguf" or given.is_absolute() or given.exists():
+                return given
+            from spark_agent.models.names import find_model
+
+            found = find_model(str(given))
+            self.output.info(f"{given} is {found}")
+            return found
         from spark_runtime.models import demo_model_path
 
         self.output.info("no model named: using the bundled demo model")

@@ -119,6 +119,9 @@ TEAM_KEY = Variable(
     secret=True,
 )
 MODEL = Variable("SPARKMOE_MODEL", "path", None, "GGUF file to use when a command names none.", _text)
+MODELS_DIR = Variable(
+    "SPARKMOE_MODELS_DIR", "path", None, "Folder of GGUF files that `spark-agent models ls` lists first.", _text
+)
 WORKLOAD_RULES = Variable(
     "SPARKMOE_WORKLOAD_RULES",
     "path",
@@ -145,6 +148,7 @@ VARIABLES: tuple[Variable, ...] = (
     NO_PROGRESS,
     TEAM_KEY,
     MODEL,
+    MODELS_DIR,
     WORKLOAD_RULES,
     DO_NOT_TRACK,
     NO_COLOR,
@@ -164,6 +168,7 @@ class Environment:
     no_progress: bool = False
     team_key: bytes | None = field(default=None, repr=False)
     model: str | None = None
+    models_dir: str | None = None
     workload_rules: str | None = None
     do_not_track: bool = False
     no_color: bool = False
@@ -182,6 +187,7 @@ class Environment:
             no_progress=NO_PROGRESS.read(source),
             team_key=TEAM_KEY.read(source),
             model=MODEL.read(source),
+            models_dir=MODELS_DIR.read(source),
             workload_rules=WORKLOAD_RULES.read(source),
             do_not_track=DO_NOT_TRACK.read(source),
             no_color=NO_COLOR.read(source),

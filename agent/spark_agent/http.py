@@ -105,6 +105,8 @@ class ServiceClient:
         self.kept_age_s: float | None = None
         """Seconds since the service gave the latest answer about profiles, if it is away and the answer a kept one."""
         self.away_because: str | None = None
+        self.last_date: str | None = None
+        """What time the last answer said it is, as its header has it."""
 
     def __enter__(self) -> Self:
         return self
@@ -294,6 +296,7 @@ class ServiceClient:
                 f"no answer from the calibration service at {self.base_url}: {reason[:_MAX_SHOWN]}",
                 hint="start one with `spark-service run --open`, or correct SPARKMOE_SERVICE_URL",
             ) from error
+        self.last_date = answer.headers.get("date")
         if answer.status >= 400:
             raise self._refusal(answer)
         if 300 <= answer.status < 400 and answer.status != 304:

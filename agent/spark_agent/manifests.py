@@ -22,7 +22,7 @@ from spark_agent.trust import ManifestTrust
 from spark_agent.workload_name import check_profile_name
 from spark_schemas.manifest import PlacementManifest
 
-__all__ = ["Known", "ManifestStore", "PullKey", "find_manifest", "load_manifest", "save_manifest"]
+__all__ = ["Known", "ManifestStore", "PullKey", "check_known", "find_manifest", "load_manifest", "save_manifest"]
 
 _OWN_MODE = 0o600
 _SHARED_MODE = 0o644
@@ -123,7 +123,7 @@ def load_manifest(path: Path, trust: ManifestTrust | None = None) -> PlacementMa
         content = path.read_bytes()
         with contextlib.suppress(ValidationError):
             known = _Pulled.model_validate_json(content).known()
-            _check(known, trust)
+            check_known(known, trust)
             return known.manifest
         manifest = PlacementManifest.model_validate_json(content)
     except OSError as error:
@@ -170,7 +170,7 @@ def find_manifest(named: str, fingerprint: str) -> PlacementManifest:
     found = ManifestStore(manifests_dir()).find(fingerprint, name)
     if found is None:
         raise SparkError(f"no profile {name!r} was pulled for this model", f"spark pull-profile {name}")
-    _check(found, ManifestTrust.of_this_machine())
+    check_known(found, ManifestTrust.of_this_machine())
     return found.manifest
 
 
@@ -245,7 +245,8 @@ def _file_stem(workload: str) -> str:
     return stem
 
 
-def _check(known: Known, trust: ManifestTrust) -> None:
+def check_known(known: Known, trust: ManifestTrust) -> None:
+    """Refuse a pulled manifest that must not be believed. Raises :class:`RefusedError`."""
     if known.signed is None:
         trust.check_unsigned(known.key.service_url)
     else:

@@ -9,12 +9,15 @@ import platformdirs
 __all__ = [
     "agents_dir",
     "answers_dir",
+    "benchmarks_dir",
+    "cache_dir",
     "config_dir",
     "config_path",
     "data_dir",
     "ensure_private_dir",
     "local_key_path",
     "manifests_dir",
+    "own_counts_path",
     "service_keys_dir",
     "spool_path",
     "state_dir",
@@ -37,6 +40,11 @@ def state_dir() -> Path:
 def data_dir() -> Path:
     """Folder of what was fetched or built to be kept: ``$XDG_DATA_HOME/spark``."""
     return platformdirs.user_data_path(_APP, appauthor=False)
+
+
+def cache_dir() -> Path:
+    """Folder of what can be made again: ``$XDG_CACHE_HOME/spark``."""
+    return platformdirs.user_cache_path(_APP, appauthor=False)
 
 
 def config_path() -> Path:
@@ -72,6 +80,16 @@ def manifests_dir() -> Path:
 def answers_dir() -> Path:
     """Folder of services' answers about profiles."""
     return data_dir() / "answers"
+
+
+def benchmarks_dir() -> Path:
+    """Folder of what ``spark-agent bench`` measured on this machine."""
+    return cache_dir() / "bench"
+
+
+def own_counts_path() -> Path:
+    """The database of what this machine's own sessions selected."""
+    return data_dir() / "own-sessions.db"
 
 
 def service_keys_dir() -> Path:

@@ -10,11 +10,14 @@ from spark_agent.errors import SparkError, UsageError
 from spark_agent.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from spark_agent.context import AgentContext
     from spark_agent.imported_start import ImportedStart
     from spark_runtime.engine import Engine, EngineOptions
     from spark_runtime.gguf_file import GgufModel
     from spark_runtime.memory_fix import Fix
+    from spark_runtime.placement import FloatArray
     from spark_runtime.tier_plan import TierPlan
     from spark_schemas.manifest import PlacementManifest
     from spark_schemas.model import ModelShape
@@ -63,15 +66,16 @@ def plan_for(
     manifest: PlacementManifest | None,
     n_ctx: int,
     *,
-    imported: ImportedStart | None = None,
+    wanted: bool = False,
     n_outputs_max: int = 1,
     always: bool = False,
+    frequency: Sequence[FloatArray] | None = None,
 ) -> TierPlan | None:
     """The plan; ``None`` where nothing is to be tiered and the host's memory is all there is, unless ``always``.
 
-    Without a GPU there is nothing to gain by tiers, so they have to be asked for. There the operating system pages
-    weights in and out of the mapped file, so no plan refuses a model that is larger than the memory. Raises what
-    ``tier_plan.plan_tiers`` raises.
+    Without a GPU there is nothing to gain by tiers, so they have to be asked for, or ``wanted``. There the operating system pages
+    weights in and out of the mapped file, so no plan refuses a model that is larger than the memory. ``frequency`` is
+    what the slots start from where nobody named a manifest. Raises what ``tier_plan.plan_tiers`` raises.
     """
     from spark_runtime.errors import InstallationError, PlanError
     from spark_runtime.tier_plan import TierRequest, cards, plan_tiers, plan_untiered
@@ -84,10 +88,10 @@ def plan_for(
         n_devices=options.devices,
         n_outputs_max=n_outputs_max,
         manifest=manifest,
-        frequency=None if imported is None else imported.frequency(),
+        frequency=frequency,
         pinned_share=options.pinned_share,
     )
-    asked = options.vram is not None or options.residency is not None or manifest is not None or imported is not None
+    asked = options.vram is not None or options.residency is not None or manifest is not None or wanted
     found = cards()
     on_cards, one = bool(found), (options.devices or len(found)) <= 1
     try:

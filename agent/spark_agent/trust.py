@@ -89,6 +89,18 @@ class ManifestTrust:
         if not signed.covers(content):
             raise RefusedError("the manifest was altered after it was signed: its signature does not fit", _PULL_AGAIN)
 
+    def check_pinned(self, content: bytes, signed: SignedBy) -> None:
+        """As :meth:`check_stored`, for bytes that anybody may send: a key of the service must be pinned here.
+
+        Raises :class:`RefusedError`.
+        """
+        if self._trusted(signed.service_url) is None:
+            raise RefusedError(
+                f"no key of {signed.service_url} is pinned on this machine, so nothing proves who signed the manifest",
+                "pull a profile from it first: spark pull-profile NAME",
+            )
+        self.check_stored(content, signed)
+
     def check_unsigned(self, service_url: str) -> None:
         """Refuse a kept manifest without a signature when its service is known to sign."""
         trusted = self._trusted(service_url)

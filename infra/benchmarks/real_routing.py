@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 from report import parser_of, report
 
+from spark_runtime.calibration.sessions import SessionPart
 from spark_runtime.recency import RecencyOrder
 from spark_schemas.ids import Phase
 from spark_schemas.model import ExpertLayer, ModelShape
 from spark_service.builders import Inputs, build_profile
-from spark_service.sessions import SessionPart
 
 DATA = Path(__file__).resolve().parents[3] / "shared/data/routing"
 FIELDS = {

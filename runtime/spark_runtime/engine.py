@@ -28,7 +28,7 @@ from spark_runtime.sampling import Sampling
 from spark_runtime.session_counts import SessionCounts
 from spark_runtime.tap import EvalTap
 from spark_runtime.tier import Tier
-from spark_runtime.tier_counting import TierCounting, TierTotals
+from spark_runtime.tier_counting import TierCounting, TierListener, TierTotals
 from spark_runtime.tier_loader import load_tiered
 from spark_runtime.tier_start import TierStart
 from spark_schemas.ids import Phase
@@ -191,6 +191,23 @@ class Engine:
         May be read by any thread.
         """
         return self._collector.totals if isinstance(self._collector, TierCounting) else None
+
+    def on_tier_counts(self, listener: TierListener) -> None:
+        """Let ``listener`` hear what the slots counted, whenever a session is given it; without tiers, never."""
+        if isinstance(self._collector, TierCounting):
+            self._collector.listener = listener
+
+    def place(self, start: TierStart) -> None:
+        """Place the experts anew, between two steps; the output does not change.
+
+        Raises :class:`TierError` as ``Tier.place``, and where nothing is tiered.
+        """
+        if self.tier is None:
+            raise TierError("every expert is resident", "load the model with tiers to place its experts")
+        if isinstance(self._collector, TierCounting):
+            self._collector.place(start)
+        else:
+            self.tier.place(start)
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Token ids of a text; markers inside it are plain text unless ``parse_special``."""

@@ -5,14 +5,19 @@ Stands where a :class:`spark_runtime.collector.Collector` stands when selections
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from spark_runtime.errors import RoutingReadError
 from spark_runtime.session_counts import SessionCounts, TierMisses
-from spark_runtime.tier import PHASES, Tier, TierCounters
+from spark_runtime.tier import PHASES, IntArray, Tier, TierCounters
+from spark_runtime.tier_start import TierStart
 from spark_schemas.ids import Phase
 
-__all__ = ["TierCounting", "TierTotals"]
+__all__ = ["TierCounting", "TierListener", "TierTotals"]
+
+TierListener = Callable[[Phase, int, list[IntArray], int], None]
+"""Hears of a phase's tokens, selections by layer and expert, and cold hits, on the computing thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,8 @@ class TierCounting:
         self._start = tier.start
         self.totals = TierTotals()
         """Of all sessions, as of the last :meth:`flush`; may be read by any thread."""
+        self.listener: TierListener | None = None
+        """Hears what each :meth:`flush` gave a session."""
 
     @property
     def session(self) -> SessionCounts | None:
@@ -78,6 +85,15 @@ class TierCounting:
             self._tier.set_recency(session.recency)
             self._tier.reset_counts()
             self._start = self._tier.start
+
+    def place(self, start: TierStart) -> None:
+        """Place experts anew between two calls; what was counted so far stays with the placement before.
+
+        Raises as :meth:`Tier.place`.
+        """
+        self.flush()
+        self._tier.place(start)
+        self._start = self._tier.start
 
     def begin(self) -> None:
         """Start a decode call."""
@@ -110,6 +126,8 @@ class TierCounting:
             if fault is None and n_tokens:
                 reuse = counters.reuse if phase == "decode" else None
                 self._session.absorb(phase, n_tokens, counters.counts[phase], counters.tokens[phase], reuse)
+                if self.listener is not None:
+                    self.listener(phase, n_tokens, counters.counts[phase], sum(counters.cold[phase]))
                 if phase == "decode" and start is not None:
                     selections = sum(int(layer.sum()) for layer in counters.counts[phase])
                     self._session.note_misses(TierMisses(selections, sum(counters.cold[phase]), start))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
+from spark_runtime.calibration.tally import Tally
 from spark_schemas.ids import Phase
 from spark_schemas.model import ModelShape
 from spark_service.build_memory import Asked
@@ -17,7 +18,6 @@ from spark_service.executors import Executor
 from spark_service.live import LiveEvaluation, evaluate_live
 from spark_service.moved import held_out_since, since_days
 from spark_service.tallies import Tallies
-from spark_service.tally import Tally
 
 __all__ = ["BuildInputs"]
 

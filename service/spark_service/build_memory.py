@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from spark_runtime.calibration.tally import Window
 from spark_schemas.ids import Phase
 from spark_schemas.mix import Mix
 from spark_service.builders import BuiltProfile
-from spark_service.tally import Window
 
 __all__ = ["Asked", "BuildMemory", "Latest"]
 

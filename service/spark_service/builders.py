@@ -11,17 +11,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from spark_runtime.calibration.evaluation import Plan, Stratum
+from spark_runtime.calibration.sessions import SessionPart, Sessions, merge_parts
+from spark_runtime.calibration.tally import Tally, Window, tally_of
+from spark_runtime.calibration.trials import FloatArray, Rates, joined
 from spark_runtime.placement import layer_sizes, weighted_mean
 from spark_schemas.ids import MAX_COUNT, Phase
 from spark_schemas.mix import Mix
 from spark_schemas.model import ModelShape
 from spark_schemas.profile import LayerFrequencies, Profile
-from spark_service.evaluation import Plan, Stratum
 from spark_service.executors import Executor, LocalExecutor
 from spark_service.live import LiveEvaluation, live_verdict
-from spark_service.sessions import SessionPart, Sessions, merge_parts
-from spark_service.tally import Tally, Window, tally_of
-from spark_service.trials import FloatArray, Rates, joined
 
 __all__ = [
     "BUILDER_VERSION",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from spark_runtime.calibration.tally import Tally, Window
 from spark_schemas.drift import Drift
 from spark_schemas.histogram import SessionHistogram
 from spark_schemas.ids import Phase
@@ -28,7 +29,6 @@ from spark_service.executors import Executor, LocalExecutor
 from spark_service.manifests import Budget, build_manifest
 from spark_service.moved import moved_warnings
 from spark_service.nearest_workloads import GeneralHints, rank_workloads
-from spark_service.tally import Tally, Window
 from spark_service.windows import Windows
 
 __all__ = ["Catalog"]

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from spark_runtime.calibration.sessions import IntArray
 from spark_runtime.placement import Interval, bootstrap_intervals
 from spark_schemas.drift import DriftState
-from spark_service.sessions import IntArray
 
 __all__ = [
     "MIN_CALIBRATION",

@@ -13,6 +13,7 @@ import duckdb
 import numpy as np
 from numpy.typing import NDArray
 
+from spark_runtime.calibration.sessions import SessionPart
 from spark_runtime.placement import Interval
 from spark_schemas.drift import Drift, DriftList, RateInterval, WorkloadDrift
 from spark_schemas.manifest import Expectation, PlacementManifest
@@ -29,7 +30,6 @@ from spark_service.db.drift import (
 )
 from spark_service.db.store import Store
 from spark_service.drift import MIN_JUDGES, Evidence, State, rebuilt, reviewed
-from spark_service.sessions import SessionPart
 
 __all__ = ["DriftWatch", "all_drift", "clear_drift", "drift_of"]
 

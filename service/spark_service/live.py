@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from spark_runtime.calibration.sessions import IntArray
 from spark_runtime.placement import bootstrap_interval
 from spark_schemas.ids import Verdict
 from spark_schemas.profile import LiveComparison, LivePoint, LivePolicy
 from spark_schemas.split import split_of
-from spark_service.sessions import IntArray
 
 __all__ = ["LiveEvaluation", "LiveParts", "evaluate_live", "live_verdict"]
 

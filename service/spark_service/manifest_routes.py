@@ -11,6 +11,7 @@ from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import ClientDisconnect
 
+from spark_runtime.calibration.tally import Window
 from spark_schemas.api import API_PREFIX, ProfileList
 from spark_schemas.ids import MAX_COUNT, Fingerprint, Phase, Revision, SiblingId
 from spark_schemas.manifest import PlacementManifest
@@ -27,7 +28,6 @@ from spark_service.inflate import BodyLimits, inflate, read_body, require_encodi
 from spark_service.ingest import excerpt, parse_upload, require_json
 from spark_service.served import ServedManifests
 from spark_service.signing import Signer
-from spark_service.tally import Window
 from spark_service.windows import WINDOW_STEPS_DAYS, Windows
 
 __all__ = ["ADMIN_PREFIX", "MAX_PIN_BYTES", "ManifestServices", "manifest_router"]

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from spark_runtime.calibration.evaluation import uniform_slots_for
+from spark_runtime.calibration.trials import Trials, first_experts
+from spark_runtime.manifest_build import Basis, assemble_manifest, place_layers
 from spark_runtime.placement import (
     BudgetTooSmallError,
     floor_bytes,
@@ -15,15 +17,13 @@ from spark_runtime.placement import (
     layer_sizes,
     stratified_intervals,
 )
-from spark_schemas.manifest import PRIOR_SCALE, Expectation, LayerPlacement, PlacementManifest, TierBytes
+from spark_schemas.manifest import Expectation, LayerPlacement, PlacementManifest
 from spark_schemas.model import ModelShape
 from spark_schemas.profile import Profile
 from spark_service.builders import Judges
 from spark_service.errors import RequestError
-from spark_service.evaluation import uniform_slots_for
-from spark_service.trials import Trials, first_experts
 
-__all__ = ["Budget", "build_manifest", "quantised_prior"]
+__all__ = ["Budget", "build_manifest"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,49 +60,26 @@ def build_manifest(profile: Profile, shape: ModelShape, budget: Budget, judges: 
         slots = greedy_slots(shares, layer_sizes(shape), budget.vram_bytes - fixed_bytes)
     except BudgetTooSmallError as error:
         raise _too_small(shape, budget, fixed_bytes + error.needed_bytes) from error
-    layers = tuple(
-        LayerPlacement(
-            block=layer.block,
-            n_experts=layer.n_experts,
-            top_k=layer.top_k,
-            slots=count,
-            expert_bytes=layer.expert_bytes,
-            prior=prior,
-            total_share=sum(prior) / PRIOR_SCALE,
-        )
-        for layer, count, prior in zip(shape.layers, slots, map(quantised_prior, shares), strict=True)
-    )
+    layers = place_layers(shape, shares, slots)
     slot_bytes = sum(layer.slots * layer.expert_bytes for layer in layers)
-    return PlacementManifest(
-        fingerprint=shape.fingerprint,
-        sibling=shape.sibling,
-        workload=profile.workload,
-        phase=profile.phase,
-        profile_revision=profile.revision,
-        vram_budget_bytes=budget.vram_bytes,
-        n_ctx=budget.n_ctx,
-        layers=layers,
-        bytes=TierBytes(
-            vram_core=shape.core_bytes,
-            vram_kv=kv_bytes,
-            vram_slots=slot_bytes,
-            vram_reserve=budget.reserve_bytes,
-            vram_total=fixed_bytes + slot_bytes,
-            host_experts=shape.expert_bytes_total,
-            disk=0,
-        ),
-        expected=_expectation(shape, layers, slot_bytes, judges),
-        verdict=profile.verdict,
-        verdict_reason=profile.verdict_reason,
-        n_calibration=profile.n_calibration,
-        n_held_out=profile.n_held_out,
+    basis = Basis(
+        profile.workload,
+        profile.phase,
+        profile.revision,
+        profile.n_calibration,
+        profile.n_held_out,
+        profile.verdict,
+        profile.verdict_reason,
     )
-
-
-def quantised_prior(share: NDArray[np.float64]) -> tuple[int, ...]:
-    """One layer's shares in steps of 1/65535 of the largest; only a share of zero becomes 0."""
-    scaled = np.rint(share / share.max() * PRIOR_SCALE).astype(np.int64)
-    return tuple(np.where(share > 0, np.maximum(scaled, 1), 0).tolist())
+    return assemble_manifest(
+        shape,
+        basis,
+        layers,
+        _expectation(shape, layers, slot_bytes, judges),
+        n_ctx=budget.n_ctx,
+        reserve_bytes=budget.reserve_bytes,
+        vram_bytes=budget.vram_bytes,
+    )
 
 
 def _expectation(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Iterable, Iterator, Mapping
 
+from spark_runtime.calibration.sessions import Sessions
+from spark_runtime.calibration.tally import Tally, Window
 from spark_service.builders import HeldOut, Member
 from spark_service.drift import State
-from spark_service.sessions import Sessions
-from spark_service.tally import Tally, Window
 
 __all__ = ["held_out_since", "moved_warnings", "since_days"]
 

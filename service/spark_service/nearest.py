@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from spark_runtime.calibration.sessions import IntArray
 from spark_runtime.placement import LayerSizes, cold_hit_rates, greedy_slots, hot_set, residency_budget, shares
 from spark_schemas.profile import Profile
-from spark_service.sessions import IntArray
 
 __all__ = ["NEAREST_RESIDENCY", "MostGeneral", "most_general", "rank_profiles"]
 

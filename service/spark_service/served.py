@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from spark_runtime.calibration.tally import Window
 from spark_schemas.ids import Phase
 from spark_schemas.manifest import PRIOR_SCALE, PlacementManifest
 from spark_schemas.manifest_diff import ManifestDiff, diff_manifests
@@ -24,7 +25,6 @@ from spark_service.db.store import Store
 from spark_service.errors import RequestError, StorageError
 from spark_service.manifests import Budget, build_manifest
 from spark_service.signing import Signer
-from spark_service.tally import Window
 
 __all__ = ["ServedManifests", "profile_of"]
 

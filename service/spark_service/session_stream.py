@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from spark_service.sessions import Rows, Sessions, merge_rows
+from spark_runtime.calibration.sessions import Rows, Sessions, merge_rows
 
 __all__ = ["whole_sessions"]
 

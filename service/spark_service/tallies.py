@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import duckdb
 
+from spark_runtime.calibration.sessions import Sessions, merge_rows
+from spark_runtime.calibration.tally import Tally, tally_of
 from spark_schemas.ids import Phase
 from spark_schemas.model import ModelShape
 from spark_service.builders import tally_batches
@@ -27,8 +29,6 @@ from spark_service.db.tallies import (
 from spark_service.errors import StorageError
 from spark_service.executors import Executor
 from spark_service.session_stream import whole_sessions
-from spark_service.sessions import Sessions, merge_rows
-from spark_service.tally import Tally, tally_of
 
 __all__ = ["Tallies"]
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import UTC, date, datetime
 
+from spark_runtime.calibration.tally import Window
 from spark_service.errors import RequestError
 from spark_service.ingest import excerpt
-from spark_service.tally import Window
 
 __all__ = ["WINDOW_STEPS_DAYS", "Windows"]
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+from spark_runtime.calibration.sessions import SessionPart
 from spark_runtime.recency import RecencyOrder
 from spark_schemas.histogram import HistogramUpload, LayerCounts, LayerReuse, PhaseHistogram, SessionHistogram
 from spark_schemas.ids import Split
@@ -20,7 +21,6 @@ from spark_schemas.model import ExpertLayer, ModelShape
 from spark_schemas.split import split_of
 from spark_service.app import create_app
 from spark_service.db.store import Store
-from spark_service.sessions import SessionPart
 
 UPLOADS = "/api/v1/histograms"
 JSON = {"Content-Type": "application/json"}

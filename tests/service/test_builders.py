@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spark_runtime.calibration.sessions import SessionPart, merge_parts
+from spark_runtime.calibration.tally import Window
 from spark_runtime.placement import cold_hit_rates, frequencies, greedy_slots, hot_set, layer_sizes, residency_budget
 from spark_runtime.votes import by_layer
 from spark_schemas.ids import MAX_COUNT
 from spark_schemas.mix import Mix
 from spark_service.builders import BuiltProfile, Inputs, build_profile, revision_of
 from spark_service.manifests import Budget, build_manifest
-from spark_service.sessions import SessionPart, merge_parts
-from spark_service.tally import Window
 
 REVISION = "0" * 64
 

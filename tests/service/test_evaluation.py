@@ -5,6 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from spark_runtime.calibration.evaluation import RESIDENCIES, Evaluation, Plan, Stratum, uniform_slots_for
+from spark_runtime.calibration.sessions import Rows, SessionPart, Sessions, merge_parts, merge_rows
+from spark_runtime.calibration.tally import tally_of
+from spark_runtime.calibration.trials import Trials, first_experts, joined
 from spark_runtime.placement import (
     LayerSizes,
     cold_hit_rates,
@@ -14,10 +18,6 @@ from spark_runtime.placement import (
 )
 from spark_runtime.recency import RecencyOrder
 from spark_schemas.profile import CurvePoint
-from spark_service.evaluation import RESIDENCIES, Evaluation, Plan, Stratum, uniform_slots_for
-from spark_service.sessions import Rows, SessionPart, Sessions, merge_parts, merge_rows
-from spark_service.tally import tally_of
-from spark_service.trials import Trials, first_experts, joined
 
 SIZES = (LayerSizes(12, 2, 100), LayerSizes(16, 2, 100), LayerSizes(8, 1, 50))
 

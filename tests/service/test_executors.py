@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from spark_runtime.calibration.sessions import Sessions, merge_parts
 from spark_schemas.mix import Mix
 from spark_service.builders import Inputs, Member, build_profile, tally_batches
 from spark_service.executors import Executor, LocalExecutor, RayExecutor, executor_for
-from spark_service.sessions import Sessions, merge_parts
 
 
 @pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.ray)])

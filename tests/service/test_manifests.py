@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spark_runtime.calibration.trials import first_experts
+from spark_runtime.manifest_build import quantised_prior
 from spark_runtime.placement import cold_hit_rates, floor_bytes, greedy_slots, layer_sizes, uniform_slots
 from spark_runtime.votes import by_layer
 from spark_schemas.ids import MAX_COUNT
@@ -16,8 +18,7 @@ from spark_schemas.model import ModelShape
 from spark_schemas.profile import LayerFrequencies, Profile
 from spark_service.builders import BuiltProfile, Inputs, build_profile
 from spark_service.errors import RequestError
-from spark_service.manifests import Budget, build_manifest, quantised_prior
-from spark_service.trials import first_experts
+from spark_service.manifests import Budget, build_manifest
 
 # Core 1000; at 100 tokens 200 for the context; experts 12 x 100 + 16 x 100 + 8 x 50 = 3200, floor 400 + 400 + 100.
 FIXED, FLOOR, ALL = 1200, 900, 3200

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from spark_runtime.calibration.sessions import SessionPart
 from spark_schemas.split import split_of
 from spark_service.builders import Inputs, build_profile
 from spark_service.manifests import Budget, build_manifest
-from spark_service.sessions import SessionPart
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "routing" / "gptoss20b"
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from spark_runtime.calibration.sessions import Rows, SessionPart, merge_parts, merge_rows
 from spark_schemas.ids import MAX_COUNT
-from spark_service.sessions import Rows, SessionPart, merge_parts, merge_rows
 
 
 def part(content_id: str, session_hash: str, counts: list[list[int]], tokens: int = 1, day: int = 0) -> SessionPart:

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from spark_runtime.calibration.sessions import Rows, merge_rows
+from spark_runtime.calibration.tally import tally_of
 from spark_schemas.split import split_of
 from spark_service import session_stream
 from spark_service import tallies as module
@@ -16,9 +18,7 @@ from spark_service.db.tallies import TallyKey
 from spark_service.executors import LocalExecutor
 from spark_service.retention import apply_retention
 from spark_service.session_stream import whole_sessions
-from spark_service.sessions import Rows, merge_rows
 from spark_service.tallies import Tallies
-from spark_service.tally import tally_of
 
 
 def anew(store: Store, shape: Any) -> dict[str, bytes]:

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spark_runtime.calibration.sessions import Rows, Sessions, merge_rows
+from spark_runtime.calibration.tally import Tally, Window, tally_of
 from spark_runtime.votes import Votes
 from spark_schemas.ids import MAX_COUNT
-from spark_service.sessions import Rows, Sessions, merge_rows
-from spark_service.tally import Tally, Window, tally_of
 
 N_EXPERTS = (3, 2)
 

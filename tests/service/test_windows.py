@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spark_runtime.calibration.tally import Window
 from spark_service.errors import RequestError
-from spark_service.tally import Window
 from spark_service.windows import WINDOW_STEPS_DAYS, Windows
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from spark_agent.context import AgentContext
-from spark_agent.errors import UsageError
+from spark_agent.errors import SparkError, UsageError
 from spark_agent.interrupts import interrupts_at_checks
 from spark_agent.manifests import find_manifest
 from spark_agent.sizes import format_size
@@ -146,6 +146,19 @@ def _report(output: Output, benchmark: Benchmark, rows: list[Row], link: Link | 
         _say(output, rows, note, identical=identical)
     if not any(row.tiered and row.decode_tok_s is not None for row in rows):
         raise typer.Exit(1)
+    _keep(output, benchmark, value)
+
+
+def _keep(output: Output, benchmark: Benchmark, value: dict[str, Any]) -> None:
+    """Plans of this model on this machine predict from it; that it cannot be kept spoils no measurement."""
+    from spark_agent.measured import keep_benchmark, machine_name
+
+    try:
+        path = keep_benchmark(value, machine_name(benchmark.devices))
+    except SparkError as error:
+        output.warning(str(error))
+    else:
+        output.info(f"kept for the plans of spark-agent run: {path}")
 
 
 def _say(output: Output, rows: list[Row], note: str | None, *, identical: bool | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -10,7 +11,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from spark_agent import __version__, tier_checks
+from spark_agent import __version__, machine_checks, tier_checks
 from spark_agent.context import AgentContext
 from spark_agent.output import Fault, counted
 from spark_agent.sizes import format_size
@@ -33,7 +34,7 @@ def doctor_command(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Check this machine: versions, native code, tiers, model, spool, service, consent.
+    """Check this machine: versions, native code, tiers, memory, model, spool, service, consent, port.
 
     Exit code 1 if something must be mended.
     """
@@ -46,12 +47,15 @@ def doctor_command(
         _run("tier-engine", "warn", tier_checks.tier_engine),
         _run("nvrtc", "warn", tier_checks.nvrtc),
         _run("cuda-driver", "warn", tier_checks.cuda_driver),
+        _run("video-memory", "warn", machine_checks.video_memory),
         _run("host-memory", "warn", tier_checks.host_memory_line),
+        _run("link", "warn", machine_checks.link_rate),
         _run("llama-server", "warn", tier_checks.llama_server),
         _run("model", "fail", lambda: _model(context.model_path(model))),
         _run("spool", "fail", lambda: _spool(context)),
-        _run("service", "warn", lambda: _service(context)),
+        *_service(context),
         _consent(context),
+        _run("port", "warn", lambda: machine_checks.port_line(context.environment.host, context.environment.port)),
     ]
     context.output.result({"checks": [asdict(check) for check in checks]}, "\n".join(map(_line, checks)))
     if any(check.status == "fail" for check in checks):
@@ -89,9 +93,11 @@ def _model(path: Path) -> str:
 
     shape = read_model_shape(path)
     experts = sorted({layer.n_experts for layer in shape.layers})
+    chosen = sorted({layer.top_k for layer in shape.layers})
     return (
         f"{path.name}: {shape.architecture}, {len(shape.layers)} of {shape.n_blocks} blocks with "
-        f"{'/'.join(map(str, experts))} experts ({format_size(shape.expert_bytes_total)}), {shape.fingerprint}"
+        f"{'/'.join(map(str, experts))} experts, {'/'.join(map(str, chosen))} of them for a token "
+        f"({format_size(shape.expert_bytes_total)} beside {format_size(shape.core_bytes)}), {shape.fingerprint}"
     )
 
 
@@ -101,10 +107,21 @@ def _spool(context: AgentContext) -> str:
     return f"{stats.pending} waiting, {stats.rejected} rejected, {stats.dropped} dropped"
 
 
-def _service(context: AgentContext) -> str:
-    with context.client() as client:
-        count = len(client.profiles().profiles)
-        return f"{client.base_url}: {counted(count, 'profile')}"
+def _service(context: AgentContext) -> list[_Check]:
+    """Whether the service answers, and what it thinks of this machine's clock."""
+    dates: list[str | None] = []
+
+    def look() -> str:
+        with context.client() as client:
+            count = len(client.profiles().profiles)
+            dates.append(client.last_date)
+            return f"{client.base_url}: {counted(count, 'profile')}"
+
+    def clock() -> str:
+        return machine_checks.skew_line(dates[0], dt.datetime.now(dt.UTC))
+
+    service = _run("service", "warn", look)
+    return [service, _run("clock", "warn", clock)] if dates else [service]
 
 
 def _consent(context: AgentContext) -> _Check:

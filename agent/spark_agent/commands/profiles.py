@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from spark_agent.commands.live_lines import live_lines
+from spark_agent.commands.own_profiles import (
+    forget_command,
+    local_manifest,
+    local_profile,
+    local_profiles,
+    offer_to_running,
+    refuse_with_local,
+)
 from spark_agent.commands.profile_diff import diff_command
 from spark_agent.commands.pull_budget import DEFAULT_RESIDENCY, default_budget
 from spark_agent.context import AgentContext
@@ -28,6 +36,7 @@ __all__ = ["profiles_app", "pull_profile_command"]
 
 profiles_app = typer.Typer(no_args_is_help=True, help="Profiles and how well they predicted sessions they never saw.")
 profiles_app.command("diff")(diff_command)
+profiles_app.command("forget")(forget_command)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Service = Annotated[str | None, typer.Option("--service", help="Address of the calibration service.")]
@@ -53,6 +62,7 @@ HalfLifeDays = Annotated[
         help="A session is worth half after so many days, e.g. 30; 0: always as much. Left out: as the service is set.",
     ),
 ]
+Local = Annotated[bool, typer.Option("--local", help="From this machine's own sessions; no service is asked.")]
 
 
 def pull_profile_command(
@@ -75,6 +85,11 @@ def pull_profile_command(
         bool, typer.Option("--accept-older", help="Take a profile revision that the service had replaced before.")
     ] = False,
     service: Service = None,
+    local: Local = False,
+    apply: Annotated[
+        bool,
+        typer.Option("--apply/--no-apply", help="Let agents that run this model take it over, between two tokens."),
+    ] = True,
     json: Json = False,
 ) -> None:
     """Get the best placement of a model's experts for a workload, or a mix, within a memory budget.
@@ -101,6 +116,17 @@ def pull_profile_command(
     )
     if not 1 <= vram_bytes <= MAX_COUNT:
         raise UsageError(f"--vram: found {vram_bytes} bytes, expected 1 to {MAX_COUNT}", "e.g. --vram 14G")
+    if local:
+        refuse_with_local(("--service", service), ("--window-days", window_days), ("--half-life-days", half_life_days))
+        found = local_manifest(context, shape, name, vram_bytes=vram_bytes, n_ctx=n_ctx, reserve_bytes=reserve_bytes)
+        if output is not None and not dry_run:
+            save_manifest(output, found.model_dump_json().encode(), None)
+        if apply and not dry_run:
+            offer_to_running(context, shape.fingerprint, local=name)
+        context.output.result(
+            _pulled(found, "local", None, window_days, half_life_days), lambda: _print_manifest(context.output, found)
+        )
+        return
     with context.client(service) as client:
         key = PullKey(client.base_url, vram_bytes, n_ctx, reserve_bytes, window_days, half_life_days)
         pulled = pull(
@@ -117,23 +143,38 @@ def pull_profile_command(
             context.output.info(f"{'stored' if pulled.is_new else 'unchanged'}: {pulled.path}")
         if output is not None:
             save_manifest(output, pulled.content, pulled.signed)
-    expected = pulled.manifest.expected
+        if apply:
+            offer_to_running(context, shape.fingerprint, content=pulled.content, signed=pulled.signed)
+    signed_by = key_id_of(pulled.signed.key) if pulled.signed else None
     context.output.result(
-        {
-            "manifest": pulled.manifest.model_dump(mode="json"),
-            "expected_cold_hit_rate": expected.cold_hit_rate if expected else None,
-            "interval": [expected.low, expected.high] if expected else None,
-            "verdict": pulled.manifest.verdict,
-            "bytes": pulled.manifest.bytes.model_dump(),
-            "source": key.service_url,
-            "from_cache": pulled.age_s is not None,
-            "age_s": pulled.age_s,
-            "signed_by": key_id_of(pulled.signed.key) if pulled.signed else None,
-            "window_days": window_days,
-            "half_life_days": half_life_days,
-        },
+        _pulled(pulled.manifest, key.service_url, signed_by, window_days, half_life_days, age_s=pulled.age_s),
         lambda: _print_manifest(context.output, pulled.manifest),
     )
+
+
+def _pulled(
+    manifest: PlacementManifest,
+    source: str,
+    signed_by: str | None,
+    window_days: int | None,
+    half_life_days: float | None,
+    *,
+    age_s: float | None = None,
+) -> dict[str, Any]:
+    expected = manifest.expected
+    return {
+        "manifest": manifest.model_dump(mode="json"),
+        "expected_cold_hit_rate": expected.cold_hit_rate if expected else None,
+        "interval": [expected.low, expected.high] if expected else None,
+        "verdict": manifest.verdict,
+        "bytes": manifest.bytes.model_dump(),
+        "source": source,
+        "from_cache": age_s is not None,
+        "age_s": age_s,
+        "signed_by": signed_by,
+        "window_days": window_days,
+        "half_life_days": half_life_days,
+    }
 
 
 def _tell_age(context: AgentContext, client: ServiceClient) -> float | None:
@@ -173,9 +214,13 @@ def _print_manifest(output: Output, manifest: PlacementManifest) -> None:
 
 @profiles_app.command("ls")
 @profiles_app.command("list", hidden=True)
-def list_command(service: Service = None, json: Json = False) -> None:
-    """List the service's profiles."""
+def list_command(service: Service = None, local: Local = False, json: Json = False) -> None:
+    """List the service's profiles, or what this machine counted itself."""
     context = AgentContext.create(json_mode=json)
+    if local:
+        refuse_with_local(("--service", service))
+        local_profiles(context)
+        return
     with context.client(service) as client:
         profiles = client.profiles().profiles
         age_s = _tell_age(context, client)
@@ -210,6 +255,7 @@ def show_command(
     window_days: WindowDays = None,
     half_life_days: HalfLifeDays = None,
     service: Service = None,
+    local: Local = False,
     json: Json = False,
 ) -> None:
     """Show a profile's held-out curves: cold-hit rate by policy and share of experts in video memory.
@@ -221,9 +267,18 @@ def show_command(
     context = AgentContext.create(json_mode=json)
     name = check_profile_name(name)
     shape = read_model_shape(context.model_path(model))
-    with context.client(service) as client:
-        profile = client.profile(shape.fingerprint, name, phase, window_days=window_days, half_life_days=half_life_days)
-        age_s = _tell_age(context, client)
+    age_s = None
+    if local:
+        refuse_with_local(("--service", service), ("--window-days", window_days), ("--half-life-days", half_life_days))
+        if phase != "decode":
+            raise UsageError(f"--phase {phase}: own sessions are counted in decode", "leave out --phase")
+        profile = local_profile(context, shape, name)
+    else:
+        with context.client(service) as client:
+            profile = client.profile(
+                shape.fingerprint, name, phase, window_days=window_days, half_life_days=half_life_days
+            )
+            age_s = _tell_age(context, client)
     rates = {(point.residency, point.policy): point for point in profile.curves}
     policies = sorted({policy for _, policy in rates})
     rows = [

@@ -8,21 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from spark_agent.chosen_placement import ChosenPlacement, choose_placement
 from spark_agent.consent import ask_once
 from spark_agent.context import AgentContext, warn_about_counting
-from spark_agent.errors import RefusedError, SparkError
-from spark_agent.imported_start import ImportedStart, describe_imported, find_start
+from spark_agent.errors import RefusedError, SparkError, UsageError
+from spark_agent.imported_start import describe_imported
 from spark_agent.output import counted
+from spark_agent.run_plan import RunPlan, make_run_plan
 from spark_agent.sizes import format_size
-from spark_agent.tiering import (
-    MOST_THREADS,
-    TierOptions,
-    plan_for,
-    plan_table,
-    planned_options,
-    tiers_of,
-    warn_about_tiers,
-)
+from spark_agent.tiering import MOST_THREADS, TierOptions, plan_for, planned_options, tiers_of, warn_about_tiers
 from spark_agent.workload_name import UNLABELLED, check_workload_name
 from spark_schemas.mix import Mix
 
@@ -37,7 +31,9 @@ __all__ = ["run_command"]
 
 
 def run_command(
-    model: Annotated[Path | None, typer.Argument(help="GGUF file; the bundled demo model if left out.")] = None,
+    model: Annotated[
+        Path | None, typer.Argument(help="GGUF file, or a name of models ls; the bundled demo model if left out.")
+    ] = None,
     manifest: Annotated[
         str | None,
         typer.Option(
@@ -51,7 +47,7 @@ def run_command(
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option("--port", "-p", min=0, max=65535, help="Port; 0: any free one.")] = None,
     ctx: Annotated[
-        int, typer.Option(min=0, help="Context, tokens; 0: the manifest's, else as trained, at most 8192.")
+        int, typer.Option(min=0, help="Context, tokens; 0: the manifest's, else the longest that costs little.")
     ] = 0,
     threads: Annotated[
         int, typer.Option(min=0, max=MOST_THREADS, help="CPU threads; 0: all this process may use.")
@@ -70,12 +66,14 @@ def run_command(
         float,
         typer.Option(min=0.0, max=1.0, help="Share of the slots that hold the manifest's hottest experts for good."),
     ] = 0.0,
+    no_profile: Annotated[
+        bool, typer.Option("--no-profile", help="Start cold: by no pulled profile and none of this machine's own.")
+    ] = False,
     no_tier: Annotated[bool, typer.Option("--no-tier", help="Keep every expert resident, as llama.cpp does.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the memory plan and load nothing.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the start-up object as JSON.")] = False,
 ) -> None:
     """Serve a model's OpenAI-compatible API on this machine and count its routing."""
-    from spark_runtime.engine import context_for
     from spark_runtime.gguf_file import read_gguf
     from spark_runtime.model_shape import shape_of
 
@@ -85,30 +83,36 @@ def run_command(
     path = context.model_path(model)
     file = read_gguf(path)
     shape = shape_of(file)
-    placement, imported = find_start(manifest, shape) if manifest is not None else (None, None)
-    if placement is not None:
-        if ctx > placement.n_ctx:
-            context.output.warning(
-                f"the manifest was planned for a context of {placement.n_ctx} tokens; {ctx} need "
-                f"{format_size(shape.context_bytes(ctx) - shape.context_bytes(placement.n_ctx))} more than it counted"
-            )
-        ctx = ctx or placement.n_ctx
+    if manifest is not None and no_profile:
+        raise UsageError("--manifest and --no-profile contradict each other", "pass one of them")
+    chosen = choose_placement(
+        shape,
+        given=manifest,
+        workload=workload or UNLABELLED,
+        no_profile=no_profile or no_tier,
+        warn=context.output.warning,
+    )
+    placement = chosen.asked
+    if placement is not None and ctx > placement.n_ctx:
+        context.output.warning(
+            f"the manifest was planned for a context of {placement.n_ctx} tokens; {ctx} need "
+            f"{format_size(shape.context_bytes(ctx) - shape.context_bytes(placement.n_ctx))} more than it counted"
+        )
     tiers = TierOptions(vram, residency, ubatch, devices, pinned_share, no_tier)
-    tiers.check(placement or imported)
-    if no_tier and (placement is not None or imported is not None):
+    tiers.check(placement or chosen.imported)
+    if no_tier and chosen.is_named:
         context.output.warning("--no-tier keeps every expert resident: the manifest is checked and not used")
-    n_ctx = context_for(shape, ctx)
     if dry_run:
-        plan = plan_for(file, shape, tiers, placement, n_ctx, imported=imported, always=True)
-        _show_plan(context, path, shape, n_ctx, plan, placement, imported)
+        planned = make_run_plan(file, shape, tiers, chosen, ctx, always=True)
+        _show_plan(context, path, shape, planned, chosen)
         return
     address = host if host is not None else context.environment.host
     context = ask_once(context)
     _serve(
         context,
-        _Load(path, file, shape, tiers, placement, imported, n_ctx, threads),
+        _Load(path, file, shape, tiers, chosen, ctx, threads),
         (address, context.environment.port if port is None else port),
-        workload or (imported.workload if imported is not None else _workload_of(placement)),
+        workload or (chosen.imported.workload if chosen.imported is not None else _workload_of(placement)),
     )
 
 
@@ -125,10 +129,14 @@ class _Load:
     file: GgufModel
     shape: ModelShape
     tiers: TierOptions
-    placement: PlacementManifest | None
-    imported: ImportedStart | None
-    n_ctx: int
+    chosen: ChosenPlacement
+    ctx: int
+    """Context asked for, tokens; 0: nobody says."""
     threads: int
+
+    @property
+    def placement(self) -> PlacementManifest | None:
+        return self.chosen.asked
 
 
 def _serve(context: AgentContext, load: _Load, address: tuple[str, int], workload: str) -> None:
@@ -137,13 +145,15 @@ def _serve(context: AgentContext, load: _Load, address: tuple[str, int], workloa
 
     with bind(*address) as listener, context.spool() as spool:
         key = context.session_key()
-        plan = plan_for(load.file, load.shape, load.tiers, load.placement, load.n_ctx, imported=load.imported)
-        if load.imported is not None:
-            load.imported.warn(context.output, used=plan is not None and plan.start is not None)
+        planned = make_run_plan(load.file, load.shape, load.tiers, load.chosen, load.ctx)
+        plan = planned.plan
+        if load.chosen.imported is not None:
+            load.chosen.imported.warn(context.output, used=plan is not None and plan.start is not None)
+        context.output.info(planned.table())
         if plan is not None:
-            context.output.info(plan_table(plan))
             _warn_about_budget(context, load, plan)
-        options = planned_options(plan, load.tiers, load.n_ctx, load.threads)
+        options = planned_options(plan, load.tiers, planned.n_ctx, load.threads)
+        manifest = load.chosen.in_force(plan)
         with Engine.load(load.path, options) as engine:
             warn_about_counting(context, engine)
             warn_about_tiers(context, engine)
@@ -155,9 +165,10 @@ def _serve(context: AgentContext, load: _Load, address: tuple[str, int], workloa
                 key=key,
                 name=load.path.stem,
                 workload=workload,
-                start=_start_object(context, load, engine, plan, spool.stats().pending),
+                start=_start_object(context, load, engine, planned, spool.stats().pending),
                 resident_share=1.0 if plan is None else plan.resident_share,
-                manifest=load.placement,
+                manifest=manifest,
+                source=load.chosen.source_of(plan),
                 describe=_describe,
             )
 
@@ -175,58 +186,57 @@ def _warn_about_budget(context: AgentContext, load: _Load, plan: TierPlan) -> No
         )
         try:
             within = replace(load.tiers, vram=str(placement.vram_budget_bytes))
-            plan_for(load.file, load.shape, within, placement, load.n_ctx)
+            plan_for(load.file, load.shape, within, placement, plan.memory.n_ctx)
         except SparkError as error:
             context.output.hint(f"it cannot be kept within that: {error}")
         else:
             context.output.hint(f"--vram {placement.vram_budget_bytes} keeps within it, by the same profile")
 
 
-def _show_plan(
-    context: AgentContext,
-    path: Path,
-    shape: ModelShape,
-    n_ctx: int,
-    plan: TierPlan | None,
-    placement: PlacementManifest | None,
-    imported: ImportedStart | None,
-) -> None:
+def _show_plan(context: AgentContext, path: Path, shape: ModelShape, planned: RunPlan, chosen: ChosenPlacement) -> None:
     from spark_runtime.tier_plan import cards
 
-    if imported is not None:
-        imported.warn(context.output, used=plan is not None and plan.start is not None)
+    if chosen.imported is not None:
+        chosen.imported.warn(context.output, used=planned.plan is not None and planned.plan.start is not None)
     value = {
         "model": str(path),
         "fingerprint": shape.fingerprint,
-        "n_ctx": n_ctx,
-        "tiers": tiers_of(shape, n_ctx, plan, None, on_gpu=bool(cards())),
-        "manifest": _manifest_of(placement, imported, plan),
+        "n_ctx": planned.n_ctx,
+        "tiers": tiers_of(shape, planned.n_ctx, planned.plan, None, on_gpu=bool(cards())),
+        "manifest": _manifest_of(chosen, planned.plan),
+        "placement": {"source": chosen.source_of(planned.plan), "reason": chosen.reason},
+        **planned.as_json(),
     }
-    context.output.result(value, "" if plan is None else plan_table(plan))
+    context.output.result(value, planned.table())
 
 
 def _start_object(
-    context: AgentContext, load: _Load, engine: Engine, plan: TierPlan | None, pending: int
+    context: AgentContext,
+    load: _Load,
+    engine: Engine,
+    planned: RunPlan,
+    pending: int,
 ) -> dict[str, Any]:
     return {
         "model": str(load.path),
         "fingerprint": engine.shape.fingerprint,
         "n_ctx": engine.n_ctx,
-        "tiers": tiers_of(engine.shape, engine.n_ctx, plan, engine, on_gpu=engine.on_gpu),
-        "manifest": _manifest_of(load.placement, load.imported, plan),
+        "tiers": tiers_of(engine.shape, engine.n_ctx, planned.plan, engine, on_gpu=engine.on_gpu),
+        "manifest": _manifest_of(load.chosen, planned.plan),
+        "placement": {"source": load.chosen.source_of(planned.plan), "reason": load.chosen.reason},
         "upload": {
             "allowed": _may_upload(context),
             "pending": pending,
             "service_url": context.service_url(),
         },
+        **planned.as_json(),
     }
 
 
-def _manifest_of(
-    placement: PlacementManifest | None, imported: ImportedStart | None, plan: TierPlan | None
-) -> dict[str, Any] | None:
-    if imported is not None:
-        return imported.told(plan)
+def _manifest_of(chosen: ChosenPlacement, plan: TierPlan | None) -> dict[str, Any] | None:
+    if chosen.imported is not None:
+        return chosen.imported.told(plan)
+    placement = chosen.in_force(plan)
     if placement is None:
         return None
     return {
@@ -235,7 +245,7 @@ def _manifest_of(
         "slots": sum(layer.slots for layer in placement.layers),
         "vram_slots_bytes": placement.bytes.vram_slots,
         "expected_cold_hit_rate": placement.expected.cold_hit_rate if placement.expected else None,
-        "source": "service",
+        "source": "service" if chosen.own is None else "local",
     }
 
 

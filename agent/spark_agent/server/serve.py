@@ -18,11 +18,13 @@ import uvicorn
 from starlette.applications import Starlette
 
 from spark_agent import __version__
+from spark_agent.chosen_placement import PlacementSource
 from spark_agent.context import AgentContext
 from spark_agent.errors import ConfigError, RefusedError, SparkError, UsageError
 from spark_agent.identity import session_hash
 from spark_agent.live import live_misses
 from spark_agent.output import counted
+from spark_agent.own_sessions import OwnSessions
 from spark_agent.paths import workload_rules_path
 from spark_agent.running import RunningAgent, RunningAgents, process_started
 from spark_agent.server.activity import Activity, ClosedSession, Promise
@@ -32,6 +34,8 @@ from spark_agent.server.generation import GenerationReport
 from spark_agent.server.metrics import Metrics
 from spark_agent.server.nearest import PulledWorkloads
 from spark_agent.server.observed import Observed, metrics_route
+from spark_agent.server.placement_control import PlacementControl
+from spark_agent.server.placement_routes import placement_routes
 from spark_agent.server.sessions import LiveSessions
 from spark_agent.server.state import StateReader
 from spark_agent.server.stats import agent_stats
@@ -40,6 +44,7 @@ from spark_agent.server.uploader import Uploader
 from spark_agent.server.worker import Worker
 from spark_agent.server.workloads import Workloads
 from spark_agent.spool import Spool
+from spark_agent.trust import ManifestTrust
 from spark_agent.upload import FlushReport
 from spark_agent.workload_name import UNLABELLED
 from spark_runtime.chat import ChatFormat
@@ -106,27 +111,35 @@ def serve(
     start: dict[str, Any],
     resident_share: float,
     manifest: PlacementManifest | None,
+    source: PlacementSource,
     describe: Callable[[dict[str, Any]], str],
     token: str | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM; then finish, keep all counts, and return. ``key`` is that of session hashes.
 
     ``resident_share`` of the experts' bytes is in slots; it is told with the counters. ``manifest`` is what the slots
-    were started from. ``workload`` is that of requests which neither a header nor a rule labels; ``token`` is what the
-    API asks for, kept for ``spark-agent ps``. A second signal ends what runs at once, a third one the process.
+    were started from, and ``source`` where it came from. ``workload`` is that of requests which neither a header nor a
+    rule labels; ``token`` is what the API asks for, kept for ``spark-agent ps``. A second signal ends what runs at
+    once, a third one the process.
     """
+    own = OwnSessions(engine.shape, context.output.warning)
     workloads = Workloads(_rules_path(context), context.output.warning)
     activity = Activity(workload, PulledWorkloads(engine.shape) if workload == UNLABELLED else None)
 
     def close(lineage: str, named: str | None, counts: SessionCounts) -> None:
-        misses = live_misses(counts, manifest)
-        histogram = counts.to_histogram(session_hash(key, lineage), named or workload, misses)
+        told, under = placement.manifest_of(None if counts.misses is None else counts.misses.start)
+        live = live_misses(counts, under) if told else None
+        histogram = counts.to_histogram(session_hash(key, lineage), named or workload, live)
         if histogram is not None:
             spool.add(engine.shape, histogram)
-            activity.closed(named, _closed(counts, manifest))
+            own.keep(histogram)
+            activity.closed(named, _closed(counts, placement.promised_of(counts)))
 
     def complain(error: Exception) -> None:
         context.output.warning(f"session counts could not be kept yet: {error}")
+
+    def complain_of_placement(error: BaseException) -> None:
+        context.output.warning(f"the experts stay where they are: {error}")
 
     def done(report: GenerationReport) -> None:
         # Whatever fails in telling must not end the thread that computes.
@@ -142,9 +155,26 @@ def serve(
 
     sessions = LiveSessions(engine.shape, close, time.monotonic)
     worker = Worker(engine, sessions, complain, on_done=done)
+    placement = PlacementControl(
+        engine,
+        worker,
+        ManifestTrust.of_this_machine(context.environment),
+        own.profile,
+        complain_of_placement,
+        source=source,
+        manifest=manifest,
+    )
     uploader = Uploader(context, spool, AgentContext.create, flushed)
     state = StateReader(
-        __version__, name, worker, engine, sessions, spool, activity, lambda: resident_share, lambda: _promise(manifest)
+        __version__,
+        name,
+        worker,
+        engine,
+        sessions,
+        spool,
+        activity,
+        lambda: resident_share,
+        lambda: _promise(placement.manifest),
     )
     agent = _described(listener, name, engine.shape.fingerprint, token)
     described = {"base_url": agent.base_url, **start}
@@ -167,7 +197,7 @@ def serve(
         lifespan=lifespan,
         lineage_of=Conversations().lineage_of,
         workload_of=workloads,
-        extra_routes=[metrics_route(Metrics(state))],
+        extra_routes=[metrics_route(Metrics(state)), *placement_routes(placement)],
     )
     observed = Observed(app, app.routes, activity)
     config = uvicorn.Config(observed, log_level="warning", timeout_graceful_shutdown=_CUT_OFF_S, server_header=False)
@@ -179,6 +209,7 @@ def serve(
             _unregister(context, agent)
             worker.stop()
             uploader.stop()
+            own.close()
             lost = len(sessions) + sessions.lost
             if lost:
                 context.output.warning(f"the counts of {counted(lost, 'session')} were lost: see the warnings above")

@@ -6,8 +6,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from spark_agent.server.generation import AbandonedError, BusyError, Finished, Generation, GenerationReport, Piece
 from spark_agent.server.sessions import LiveSessions
@@ -19,6 +20,7 @@ __all__ = ["Worker", "WorkerLoad"]
 
 MAX_WAITING = 64
 _HOUSEKEEPING_S = 30.0
+_T = TypeVar("_T")
 
 
 class Worker:
@@ -39,7 +41,8 @@ class Worker:
         self._engine = engine
         self._sessions = sessions
         self._on_error = on_error
-        self._waiting: queue.Queue[Generation | None] = queue.Queue()
+        self._waiting: queue.Queue[Generation | Callable[[], None] | None] = queue.Queue()
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="spark-engine")
 
@@ -64,6 +67,28 @@ class Worker:
         self._submitted[id(generation)] = time.monotonic()
         self._waiting.put(generation)
 
+    def call(self, function: Callable[[], _T]) -> Future[_T]:
+        """Run a function on the computing thread between two steps; also while nothing is computed."""
+        if self._stopping.is_set():
+            raise AbandonedError
+        future: Future[_T] = Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except BaseException as error:
+                    # Whoever waits for the result decides what it means.
+                    future.set_exception(error)
+
+        self._calls.put(run)
+        self._waiting.put(self._run_calls)
+        return future
+
+    def _run_calls(self) -> None:
+        while not self._calls.empty():
+            self._calls.get()()
+
     def give_up(self) -> None:
         """End the running generation and those in line with :class:`AbandonedError`."""
         self._stopping.set()
@@ -83,8 +108,12 @@ class Worker:
                 self._keep(self._sessions.tidy)
                 continue
             if generation is None:
+                self._run_calls()
                 self._keep(self._sessions.close_all)
                 return
+            if not isinstance(generation, Generation):
+                generation()
+                continue
             self._serve(generation)
             self._keep(self._sessions.tidy)
 
@@ -146,6 +175,7 @@ class Worker:
         return Finished(reason, len(generation.tokens), timing.reused, timing.produced)
 
     def _check_wanted(self, generation: Generation) -> None:
+        self._run_calls()
         if generation.cancelled.is_set() or self._stopping.is_set():
             raise AbandonedError
 

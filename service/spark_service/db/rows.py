@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import numpy as np
 import pyarrow as pa
 
+from spark_runtime.calibration.sessions import IntArray, SessionPart
 from spark_schemas.model import ModelShape
 from spark_service.errors import StorageError
 from spark_service.packed import PackedPhase, PackedSession, pack_counts, unpack_counts
-from spark_service.sessions import IntArray, SessionPart
 
 __all__ = [
     "HISTOGRAM_SCHEMA",

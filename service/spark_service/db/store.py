@@ -14,6 +14,7 @@ from typing import Any, Self
 import duckdb
 import pyarrow as pa
 
+from spark_runtime.calibration.sessions import SessionPart
 from spark_schemas.api import UploadReceipt
 from spark_schemas.histogram import HistogramUpload
 from spark_schemas.ids import Phase
@@ -38,7 +39,6 @@ from spark_service.db.tallies import Counted, TallyKey, save_tally
 from spark_service.errors import RequestError, StorageError
 from spark_service.group_commit import GroupCommit
 from spark_service.packed import pack_upload
-from spark_service.sessions import SessionPart
 
 __all__ = ["PartKey", "Store"]
 

@@ -10,11 +10,11 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
+from spark_runtime.calibration.sessions import IntArray, Rows, merge_rows
+from spark_runtime.calibration.tally import Tally, tally_of
 from spark_schemas.ids import Phase
 from spark_service.db.segments import SegmentFolder
 from spark_service.packed import unpack_counts
-from spark_service.sessions import IntArray, Rows, merge_rows
-from spark_service.tally import Tally, tally_of
 
 __all__ = [
     "Counted",

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import json
+import socket
 
 import pytest
+
+from spark_agent import running_agent
 
 BROKEN = ("missing", "folder", "not_gguf", "truncated", "dense")
 
@@ -25,8 +28,10 @@ def test_a_machine_without_a_service_is_well(agent_cli):
     result = agent_cli("doctor", "--json")
     assert result.code == 0
     checks = checks_of(result)
-    tiers = ["tiers", "tier-engine", "nvrtc", "cuda-driver", "host-memory", "llama-server"]
-    assert list(checks) == ["spark", "llama-cpp-python", "native", *tiers, "model", "spool", "service", "consent"]
+    tiers = ["tiers", "tier-engine", "nvrtc", "cuda-driver", "video-memory", "host-memory", "link", "llama-server"]
+    rest = ["model", "spool", "service", "consent", "port"]
+    assert list(checks) == ["spark", "llama-cpp-python", "native", *tiers, *rest]
+    assert "8 of them for a token" in checks["model"]["value"]
     assert "SPARK0" in checks["tiers"]["value"]
     assert "may be pinned" in checks["host-memory"]["value"]
     assert "GGML_BACKEND_PATH=" in checks["llama-server"]["value"]
@@ -59,6 +64,21 @@ def test_a_service_that_answers(agent_cli, service, make_reply, monkeypatch):
     assert agent_cli("upload", "consent", "--yes").code == 0
     checks = checks_of(agent_cli("doctor", "--json"))
     assert (checks["service"]["status"], checks["consent"]["status"]) == ("ok", "ok")
+    assert (checks["clock"]["status"], checks["clock"]["value"]) == ("ok", "within 1 s of the service's")
+
+
+def test_a_port_that_another_program_has(agent_cli, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setenv("SPARKMOE_PORT", str(taken.getsockname()[1]))
+        taken.close()
+        assert checks_of(agent_cli("doctor", "--json"))["port"]["status"] == "ok"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setattr(running_agent, "_TIMEOUT_S", 0.2)
+        monkeypatch.setenv("SPARKMOE_PORT", str(taken.getsockname()[1]))
+        result = agent_cli("doctor", "--json")
+        check = checks_of(result)["port"]
+        assert (result.code, check["status"]) == (0, "warn")
+        assert "SPARKMOE_PORT" in check["fix"]
 
 
 @pytest.mark.parametrize("fault", BROKEN)

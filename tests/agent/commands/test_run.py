@@ -65,7 +65,8 @@ def test_the_start_up_object_and_a_manifest(manifest, tmp_path):
     path.write_text(manifest.model_copy(update={"n_ctx": 512}).model_dump_json())
     with running("--manifest", path) as (process, start):
         assert start["n_ctx"] == 512, "the context that the manifest was planned for"
-        assert list(start) == ["base_url", "model", "fingerprint", "n_ctx", "tiers", "manifest", "upload"]
+        fixed = ["base_url", "model", "fingerprint", "n_ctx", "tiers", "manifest", "placement", "upload"]
+        assert list(start) == [*fixed, "choices", "expected", "llama_cpp"]
         assert start["fingerprint"] == manifest.fingerprint
         assert start["tiers"]["expert_bytes"] > 0
         assert start["tiers"]["tiered"] is False, "the manifest holds every expert"
@@ -127,6 +128,8 @@ def test_a_dry_run_shows_the_plan_and_loads_nothing(agent_cli):
     shown = agent_cli("run", "--dry-run", "--vram", "17M")
     assert (shown.code, "experts in slots" in shown.out) == (0, True)
     assert "every expert is resident" in agent_cli("run", "--dry-run", "--no-tier").out
+    for word in ("context  ", "hot set  ", "ring  ", "cold hits  ", "decode  ", "spark-agent bench"):
+        assert word in shown.out
     assert not state_dir().exists()
 
 
@@ -170,7 +173,9 @@ def test_a_signal_ends_it_and_keeps_the_counts(number, kept):
         process.send_signal(number)
         out, err = process.communicate(timeout=20)
     assert (process.returncode, out) == (0, "")
-    assert err.splitlines() == ["no model named: using the bundled demo model"]
+    first, *plan = err.splitlines()
+    assert first == "no model named: using the bundled demo model"
+    assert {line.split("  ")[0] for line in plan} <= {"context", "experts", "decode"}, "the plan, and nothing else"
     (row,) = kept()
     assert row.workload == "review"
     assert row.tokens >= reply.json()["usage"]["prompt_tokens"]

@@ -13,9 +13,9 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
+from spark_runtime.calibration.sessions import Sessions
 from spark_runtime.votes import Votes
 from spark_schemas.ids import Split
-from spark_service.sessions import Sessions
 
 __all__ = ["DayTally", "Tally", "Window", "tally_of"]
 

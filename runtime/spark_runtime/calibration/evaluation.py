@@ -25,6 +25,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from spark_runtime.calibration.sessions import IntArray
+from spark_runtime.calibration.trials import FloatArray, Rates, Trials, first_experts, placed_by
 from spark_runtime.placement import (
     Interval,
     LayerSizes,
@@ -35,8 +37,6 @@ from spark_runtime.placement import (
 )
 from spark_schemas.ids import Policy, Verdict
 from spark_schemas.profile import CurvePoint, Mismatch
-from spark_service.sessions import IntArray
-from spark_service.trials import FloatArray, Rates, Trials, first_experts, placed_by
 
 __all__ = [
     "MIN_SESSIONS",

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from spark_runtime.calibration.sessions import Sessions
 from spark_runtime.placement import LayerSizes, greedy_slots, hot_set
-from spark_service.sessions import Sessions
 
 __all__ = ["FloatArray", "Rates", "Trials", "first_experts", "joined", "placed_by"]
 

@@ -1,0 +1,48 @@
+"""Asking an agent that runs on this machine. Loopback only, through no proxy, bounded in bytes and time."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from typing import Any
+from urllib.parse import urlsplit
+
+from spark_agent.errors import RefusedError, SparkError
+from spark_agent.service_url import is_loopback
+
+__all__ = ["ask_agent"]
+
+MAX_ANSWER_BYTES = 8 * 2**20
+
+
+def ask_agent(
+    base_url: str, method: str, path: str, body: bytes | None = None, *, token: str | None = None, timeout_s: float = 30
+) -> dict[str, Any]:
+    """The JSON object that an agent answers.
+
+    Raises :class:`RefusedError` for an address beyond this machine, :class:`SparkError` with the agent's own words for
+    an error status, and for an agent that is gone or answers something else.
+    """
+    parts = urlsplit(base_url)
+    if parts.scheme != "http" or not is_loopback(base_url) or parts.hostname is None:
+        raise RefusedError(f"{base_url} is not an agent on this machine", "expected http://127.0.0.1:PORT")
+    headers = {"Content-Type": "application/json"} if body is not None else {}
+    if token is not None:
+        headers["Authorization"] = f"Bearer {token}"
+    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
+    try:
+        connection.request(method, path, body, headers)
+        answer = connection.getresponse()
+        content = answer.read(MAX_ANSWER_BYTES + 1)
+        found = json.loads(content) if len(content) <= MAX_ANSWER_BYTES else None
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise SparkError(f"the agent at {base_url} does not answer: {error}", "see spark-agent ps") from error
+    finally:
+        connection.close()
+    if not isinstance(found, dict):
+        raise SparkError(f"the agent at {base_url} answers something else than expected", "is it another program?")
+    if answer.status != 200:
+        error_object = found.get("error")
+        message = error_object.get("message") if isinstance(error_object, dict) else None
+        raise SparkError(f"the agent at {base_url} refused: {message or answer.status}")
+    return found

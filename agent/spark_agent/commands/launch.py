@@ -1,0 +1,102 @@
+"""``spark-agent launch``: start a coding tool against the running agent."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from spark_agent.context import AgentContext
+from spark_agent.errors import SparkError
+from spark_agent.launch import TOOLS, Endpoint, Launch, launch_of
+from spark_agent.running import RunningAgents
+from spark_agent.running_agent import ask_agent, base_url_of
+
+if TYPE_CHECKING:
+    from spark_agent.running_agent import AgentInfo
+
+__all__ = ["launch_command"]
+
+_NO_KEY = "spark"
+"""An agent on loopback asks for no key, but tools want one."""
+_KEY_SHOWN = "$SPARKMOE_API_KEY"
+
+
+def launch_command(
+    tool: Annotated[Literal["claude", "codex", "opencode", "aider"], typer.Argument(help="Which tool.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="The tool's own arguments, after --.")] = None,
+    host: Annotated[str | None, typer.Option(help="Where the agent listens.")] = None,
+    port: Annotated[int | None, typer.Option("--port", "-p", min=1, max=65535, help="The agent's port.")] = None,
+    model: Annotated[str | None, typer.Option(help="Name of the model; left out: what the agent serves.")] = None,
+    keep: Annotated[
+        list[str] | None, typer.Option(help="Variable to leave in the tool's environment; may be repeated.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run, and run nothing.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="With --dry-run: print one JSON object.")] = False,
+) -> None:
+    """Start a coding tool against the running agent, with every cloud's keys taken out of its environment.
+
+    The tool takes this process's place: its exit code and its signals are its own. Start the agent first, in another
+    terminal: spark-agent run MODEL.
+    """
+    context = AgentContext.create(json_mode=json)
+    if json and not dry_run:
+        raise SparkError("--json describes what --dry-run would run", "add --dry-run", exit_code=2)
+    environment = context.environment
+    where = host or environment.host, port or environment.port
+    address = base_url_of(*where)
+    registered = RunningAgents.of_this_machine().listening_on(*where)
+    key = None if registered is None else registered.token
+    found = ask_agent(address, key)
+    chosen, served = TOOLS[tool], _model_of(found, model)
+
+    def launched(shown_key: str) -> Launch:
+        endpoint = Endpoint(found.base_url, served, shown_key, found.n_ctx)
+        return launch_of(chosen, endpoint, arguments or [], os.environ, keep or [])
+
+    if dry_run:
+        # A secret is named, never shown.
+        shown = launched(_KEY_SHOWN if key else _NO_KEY)
+        value = {
+            "tool": tool,
+            "command": list(shown.arguments),
+            "environment": shown.environment,
+            "removed": list(shown.removed),
+            "base_url": found.base_url,
+            "model": served,
+            "installed": shutil.which(chosen.program) is not None,
+        }
+        context.output.result(value, _script(shown))
+        return
+    launch = launched(key or _NO_KEY)
+    program = shutil.which(chosen.program)
+    if program is None:
+        raise SparkError(f"{chosen.program} is not installed: it is in no folder of PATH", chosen.install)
+    if launch.removed:
+        context.output.info(f"not handed on: {', '.join(launch.removed)}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execve(program, launch.arguments, launch.environment_of(os.environ))  # noqa: S606
+    except OSError as error:
+        raise SparkError(f"cannot run {program}: {error.strerror}", chosen.install) from error
+
+
+def _model_of(found: AgentInfo, asked: str | None) -> str:
+    if asked is not None and asked not in found.models:
+        raise SparkError(
+            f"--model: the agent serves no {asked!r}, only {', '.join(found.models)}", "leave --model out", exit_code=2
+        )
+    return asked or found.models[0]
+
+
+def _script(launch: Launch) -> str:
+    """The same as a person would type it."""
+    lines = [f"unset {' '.join(launch.removed)}"] if launch.removed else []
+    for name, value in launch.environment.items():
+        lines.append(f"export {name}=" + (f'"{value}"' if value == _KEY_SHOWN else shlex.quote(value)))
+    return "\n".join([*lines, shlex.join(launch.arguments)])

@@ -1,0 +1,96 @@
+"""Benchmarks of this machine, kept by ``spark-agent bench`` for plans to predict from: the newest of each model."""
+
+from __future__ import annotations
+
+import datetime as dt
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spark_agent.errors import SparkError
+from spark_agent.files import replacing
+from spark_agent.paths import benchmarks_dir
+from spark_runtime.simulator.cost import Machine, MeasuredRun
+
+__all__ = ["Measured", "find_benchmark", "keep_benchmark", "machine_name", "measured_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was measured of one model on one machine."""
+
+    machine: Machine
+    offload_s: float | None
+    """What a token takes longer with all experts left to the CPU, as llama.cpp offloads; ``None``: not measured."""
+    day: dt.date
+
+    def tiered_tok_s(self, cold_hits_per_token: float) -> float:
+        """Decoded tokens a second with so many cold hits."""
+        return self.machine.decode_tok_s(cold_hits_per_token)
+
+    def offload_tok_s(self, share_on_cpu: float) -> float | None:
+        """The same with such a share of the experts' bytes left to the CPU, between what was measured."""
+        return None if self.offload_s is None else 1.0 / (self.machine.token_s + share_on_cpu * self.offload_s)
+
+
+def machine_name(n_devices: int = 0) -> str:
+    """What computes: this machine's GPUs, or its processor without any; 0 devices are all."""
+    from spark_runtime.buffer_sizes import HOST
+    from spark_runtime.devices import registered_devices
+
+    devices = registered_devices()
+    cards = [device.description for device in devices if device.is_card]
+    return ", ".join(cards[: n_devices or None] or [each.description for each in devices if each.buffers == HOST])
+
+
+def keep_benchmark(value: Mapping[str, Any], machine: str) -> Path:
+    """Keep what ``spark-agent bench --json`` says in place of the last; raise :class:`SparkError` if it cannot be."""
+    path = _path(str(value["fingerprint"]), machine)
+    kept = {**value, "machine_name": machine, "day": dt.datetime.now(dt.UTC).date().isoformat()}
+    try:
+        with replacing(path) as file:
+            file.write(json.dumps(kept).encode())
+    except OSError as error:
+        raise SparkError(
+            f"cannot keep the benchmark in {path}: {error.strerror}", "check the folder's space"
+        ) from error
+    return path
+
+
+def find_benchmark(fingerprint: str, machine: str) -> Measured | None:
+    """What was measured of a model on this machine; ``None`` where nothing was, or nothing that can be used."""
+    try:
+        value = json.loads(_path(fingerprint, machine).read_bytes())
+        return measured_of(value)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        # Never measured; or by another version: it can be measured again.
+        return None
+
+
+def measured_of(value: Mapping[str, Any]) -> Measured:
+    """Figures of a kept benchmark; raise ``ValueError``, ``KeyError`` or ``TypeError`` where its rows tell none."""
+    rows = [row for row in value["rows"] if row.get("decode_tok_s")]
+    resident = next((float(row["decode_tok_s"]) for row in rows if row["config"] == "all-gpu"), None)
+    if resident is None:
+        raise ValueError("no row with every expert resident")
+    token_s = 1.0 / resident
+    runs = [
+        MeasuredRun(float(row["decode_tok_s"]), float(row["cold_hits_per_token"]))
+        for row in rows
+        if row.get("cold_hits_per_token")
+    ]
+    offload = [
+        (1.0 - float(row["residency"]), 1.0 / float(row["decode_tok_s"]) - token_s)
+        for row in rows
+        if row["config"] == "llama-offload"
+    ]
+    weight = sum(share**2 for share, _ in offload)
+    offload_s = max(0.0, sum(share * more for share, more in offload) / weight) if weight else None
+    return Measured(Machine.fitted(token_s, runs), offload_s, dt.date.fromisoformat(value["day"]))
+
+
+def _path(fingerprint: str, machine: str) -> Path:
+    return benchmarks_dir() / f"{fingerprint}-{hashlib.sha256(machine.encode()).hexdigest()[:16]}.json"

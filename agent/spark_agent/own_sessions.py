@@ -1,0 +1,47 @@
+"""A running agent's hand on its own counts: what closes is kept; a broken file costs a warning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from spark_agent.own_counts import OwnCounts, OwnCountsError, today
+from spark_agent.paths import own_counts_path
+
+if TYPE_CHECKING:
+    from spark_agent.own_profile import OwnProfile
+    from spark_schemas.histogram import SessionHistogram
+    from spark_schemas.model import ModelShape
+
+__all__ = ["OwnSessions"]
+
+
+class OwnSessions:
+    """One model's own sessions, while it serves. Any thread may use it."""
+
+    def __init__(self, shape: ModelShape, warn: Callable[[str], None]) -> None:
+        self._shape = shape
+        self._warn = warn
+        self._counts = OwnCounts(own_counts_path(), warn)
+        self._said: str | None = None
+
+    def close(self) -> None:
+        """Close the file."""
+        self._counts.close()
+
+    def keep(self, session: SessionHistogram) -> None:
+        """Keep a closed session's counts; a full disk or a broken file is said once and ends nothing."""
+        try:
+            self._counts.add(self._shape, session)
+        except OwnCountsError as error:
+            if str(error) != self._said:
+                self._warn(f"{error}; the next start will not know this session")
+            self._said = str(error)
+        else:
+            self._said = None
+
+    def profile(self, workload: str) -> OwnProfile | None:
+        """The profile of a workload's own sessions as of now. Raises :class:`OwnCountsError`."""
+        from spark_agent.own_profile import own_profile
+
+        return own_profile(self._shape, self._counts.parts(self._shape), workload, today())

@@ -1,0 +1,85 @@
+"""Asking an agent that runs on this machine what it is. Nothing else on the network is asked."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from spark_agent.errors import SparkError
+
+__all__ = ["AgentInfo", "ask_agent", "base_url_of", "get_json"]
+
+_TIMEOUT_S = 5.0
+_MOST_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class AgentInfo:
+    """What a running agent says of itself."""
+
+    base_url: str
+    models: tuple[str, ...]
+    """Names that it serves its model under, the main one first."""
+    fingerprint: str | None
+    n_ctx: int | None
+    """Its context, tokens; ``None`` where it does not say."""
+
+
+def base_url_of(host: str, port: int) -> str:
+    """An agent's address, without a slash at the end."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def ask_agent(base_url: str, key: str | None) -> AgentInfo:
+    """What the agent at an address says; raise :class:`SparkError` where there is none, or it wants another key."""
+    health = get_json(base_url, "/health", key)
+    if not isinstance(health.get("fingerprint"), str):
+        raise SparkError(f"what answers at {base_url} is no spark-agent", "name its port: -p PORT")
+    served = get_json(base_url, "/v1/models", key).get("data")
+    entries = [entry for entry in served if isinstance(entry, dict)] if isinstance(served, list) else []
+    names = tuple(entry["id"] for entry in entries if isinstance(entry.get("id"), str))
+    if not names:
+        raise SparkError(f"the agent at {base_url} serves no model", "start it again: spark-agent run MODEL")
+    sizes = [health.get("n_ctx"), *(entry.get("n_ctx") for entry in entries)]
+    sizes += [entry["meta"].get("n_ctx") for entry in entries if isinstance(entry.get("meta"), dict)]
+    n_ctx = next((size for size in sizes if isinstance(size, int) and not isinstance(size, bool) and size > 0), None)
+    return AgentInfo(base_url, names, health["fingerprint"], n_ctx)
+
+
+def get_json(base_url: str, path: str, key: str | None) -> dict[str, Any]:
+    """An object that an agent answers with; raise :class:`SparkError` for anything else."""
+    status, content = _get(base_url, path, key)
+    if status in {401, 403}:
+        raise SparkError(
+            f"the agent at {base_url} wants its token" if key is None else f"the agent at {base_url} refuses the token",
+            "set SPARKMOE_API_KEY to the token that the agent was started with",
+        )
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError):
+        value = None
+    if status != 200 or not isinstance(value, dict):
+        raise SparkError(
+            f"what answers at {base_url} is no spark-agent: {path} gave {status}", "name its port: -p PORT"
+        )
+    return value
+
+
+def _get(base_url: str, path: str, key: str | None) -> tuple[int, bytes]:
+    address = urlsplit(base_url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=_TIMEOUT_S)
+    try:
+        connection.request("GET", path, headers={} if key is None else {"Authorization": f"Bearer {key}"})
+        answer = connection.getresponse()
+        content = answer.read(_MOST_BYTES + 1)
+    except (OSError, http.client.HTTPException) as error:
+        raise SparkError(
+            f"no agent answers at {base_url}: {getattr(error, 'strerror', None) or error or type(error).__name__}",
+            "start one in another terminal: spark-agent run MODEL (or name its port: -p PORT)",
+        ) from error
+    finally:
+        connection.close()
+    return answer.status, content[:_MOST_BYTES]

@@ -1,0 +1,146 @@
+"""An agent learns from what it served: the second start is calibrated; placements are taken over while it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from spark_agent.own_counts import OwnCounts
+from spark_agent.paths import own_counts_path
+from spark_runtime.model_shape import read_model_shape
+from spark_runtime.models import demo_model_path
+from spark_schemas.split import split_of
+
+PLACES = ("the sea", "my garden", "a train", "an old house", "the moon", "a list")
+TOPICS = [
+    f"{what} {place}" for what in ("the weather at", "bread and", "a story of", "a friend from") for place in PLACES
+]
+"""Enough for a profile: the demo model answers in few words."""
+START = ("--residency", "0.3", "--workload", "chat", "--ctx", "512")
+
+
+@contextlib.contextmanager
+def running(*arguments: object) -> Iterator[tuple[subprocess.Popen, dict[str, Any]]]:
+    """Start the agent as a person would, give its start-up object, and end it."""
+    command = [sys.executable, "-c", "from spark_agent.cli import main; main()", "run", "-p", "0", "--json"]
+    with subprocess.Popen(
+        [*command, "--threads", "1", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "SPARKMOE_TEAM_KEY": "6b" * 16},
+    ) as process:
+        try:
+            assert process.stdout is not None
+            ready, _, _ = select.select([process.stdout], [], [], 60)
+            line = process.stdout.readline() if ready else ""
+            assert line, process.stderr and process.stderr.read()
+            yield process, json.loads(line)
+        finally:
+            process.kill()
+
+
+def chat(start: dict[str, Any], text: str, max_tokens: int = 48) -> str:
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": max_tokens, "temperature": 0}
+    reply = httpx.post(f"{start['base_url']}/v1/chat/completions", json=body, timeout=60, trust_env=False)
+    assert reply.status_code == 200, reply.text
+    return reply.json()["choices"][0]["message"]["content"]
+
+
+def asked(start: dict[str, Any], path: str) -> dict[str, Any]:
+    return httpx.get(f"{start['base_url']}{path}", trust_env=False).json()
+
+
+def stopped(process: subprocess.Popen) -> str:
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 0, err
+    return err
+
+
+def served(*arguments: object, words: str) -> tuple[dict[str, Any], dict[str, Any], list[str], str]:
+    """Start-up object, decode counters, answers and what was said, of one agent's life."""
+    with running(*START, *arguments) as (process, start):
+        answers = [chat(start, f"{words} {topic}.") for topic in TOPICS]
+        decode = asked(start, "/spark/stats")["phases"]["decode"]
+        return start, decode, answers, stopped(process)
+
+
+def test_the_second_start_is_calibrated(spark_cli):
+    first, cold, answers, said = served(words="Tell me of")
+    assert first["placement"]["source"] == "none"
+    assert "experts start by: no session of this model was served here yet" in said
+    kept = spark_cli("profiles", "ls", "--local", "--json").json["profiles"]
+    assert [(one["workload"], one["sessions"], one["source"]) for one in kept] == [("chat", len(TOPICS), "local")]
+    assert kept[0]["tokens"] == cold["tokens"]
+
+    second, warm, again, said = served(words="Tell me of")
+    assert second["placement"]["source"] == "local"
+    assert second["manifest"]["workload"] == "chat"
+    assert "own sessions of chat" in said
+    assert again == answers, "placement changes no token"
+    assert warm["selections"] == cold["selections"]
+    assert warm["cold_hits"] < cold["cold_hits"]
+
+    third, uncalibrated, again, _ = served("--no-profile", words="Tell me of")
+    assert third["placement"]["source"] == "none"
+    assert (again, uncalibrated["cold_hits"]) == (answers, cold["cold_hits"]), "as the first start, to the last hit"
+
+    assert spark_cli("profiles", "forget", "chat", "--json").json == {"forgotten": len(TOPICS)}
+    assert spark_cli("profiles", "ls", "--local", "--json").json["profiles"] == []
+
+
+def test_what_local_profiles_promise(spark_cli):
+    with running(*START) as (process, start):
+        for topic in TOPICS[:8]:
+            chat(start, f"Tell me of {topic}.")
+        stopped(process)
+    shape = read_model_shape(demo_model_path())
+    with OwnCounts(own_counts_path(), pytest.fail) as counts:
+        parts = counts.parts(shape)["chat"]
+    sides = [split_of(part.session_hash) for part in parts]
+    pulled = spark_cli("pull-profile", "chat", "--local", "--json").json
+    assert pulled["source"] == "local"
+    assert pulled["signed_by"] is None
+    assert pulled["manifest"]["n_calibration"] == sides.count("calibration")
+    assert pulled["manifest"]["n_held_out"] == sides.count("held_out") < 3, "then nothing is promised"
+    assert pulled["expected_cold_hit_rate"] is None
+    assert pulled["verdict"] is None
+    assert "held-out session" in pulled["manifest"]["verdict_reason"]
+    shown = spark_cli("profiles", "show", "chat", "--local", "--json").json
+    assert shown["revision"] == pulled["manifest"]["profile_revision"]
+
+
+def test_a_placement_is_taken_over_between_tokens():
+    with running(*START, "--no-profile") as (process, start):
+        answers = [chat(start, f"Tell me of {topic}.") for topic in TOPICS[:6]]
+        refused = httpx.post(f"{start['base_url']}/spark/placement", json={"local": "chat"}, trust_env=False)
+        assert refused.status_code == 409, "no session has closed yet"
+        assert "no session of chat" in refused.json()["error"]["message"]
+        assert asked(start, "/spark/placement")["source"] == "none"
+        stopped(process)
+    with running(*START, "--no-profile") as (process, start):
+        before = asked(start, "/spark/placement")
+        assert (before["source"], before["tiered"], before["decisions"]) == ("none", True, [])
+        reply = httpx.post(f"{start['base_url']}/spark/placement", json={"local": "chat"}, trust_env=False)
+        assert reply.status_code == 200, reply.text
+        now = reply.json()
+        assert (now["source"], now["workload"]) == ("local", "chat")
+        assert now["since"] >= before["since"]
+        assert [chat(start, f"Tell me of {topic}.") for topic in TOPICS[:6]] == answers
+        assert asked(start, "/spark/placement")["live_cold_hit_rate"] > 0
+        stopped(process)
+
+
+def test_a_contradiction_is_refused(agent_cli):
+    agent_cli("run", "--manifest", "chat", "--no-profile").failed(2, "--no-profile")
