@@ -121,7 +121,7 @@ def test_what_local_profiles_promise(spark_cli):
     assert shown["revision"] == pulled["manifest"]["profile_revision"]
 
 
-def test_a_placement_is_taken_over_between_tokens():
+def test_a_placement_is_taken_over_between_tokens(spark_cli):
     with running(*START, "--no-profile") as (process, start):
         answers = [chat(start, f"Tell me of {topic}.") for topic in TOPICS[:6]]
         refused = httpx.post(f"{start['base_url']}/spark/placement", json={"local": "chat"}, trust_env=False)
@@ -132,9 +132,12 @@ def test_a_placement_is_taken_over_between_tokens():
     with running(*START, "--no-profile") as (process, start):
         before = asked(start, "/spark/placement")
         assert (before["source"], before["tiered"], before["decisions"]) == ("none", True, [])
-        reply = httpx.post(f"{start['base_url']}/spark/placement", json={"local": "chat"}, trust_env=False)
-        assert reply.status_code == 200, reply.text
-        now = reply.json()
+        left = spark_cli("pull-profile", "chat", "--local", "--no-apply")
+        assert (left.code, "applied" in left.err) == (0, False)
+        assert asked(start, "/spark/placement") == before
+        pulled = spark_cli("pull-profile", "chat", "--local")
+        assert f"applied to the agent at {start['base_url']}" in pulled.err
+        now = asked(start, "/spark/placement")
         assert (now["source"], now["workload"]) == ("local", "chat")
         assert now["since"] >= before["since"]
         assert [chat(start, f"Tell me of {topic}.") for topic in TOPICS[:6]] == answers
