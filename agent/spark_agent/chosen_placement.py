@@ -97,7 +97,9 @@ def choose_placement(
     no_profile: bool,
     warn: Callable[[str], None],
 ) -> ChosenPlacement:
-    """Choose, and say why: the given manifest or imported profile, else a fresh pulled one of the workload, else own sessions, else none.
+    """Choose, and say why.
+
+    The given manifest or imported profile, else a fresh pulled one of the workload, else own sessions, else none.
 
     ``given`` is a file or the name of a pulled profile, ``workload`` what sessions will be counted under. Own counts
     that cannot be read and pulled manifests that must not be believed cost a warning. Raises as

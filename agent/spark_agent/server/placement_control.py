@@ -39,7 +39,7 @@ __all__ = ["DECISIONS_KEPT", "LivePromise", "Order", "PlacementControl", "Replac
 _T = TypeVar("_T")
 DECISIONS_KEPT = 50
 _PLACEMENTS_KEPT = 64
-Source = Literal["given", "pulled", "local", "none", "recent"]
+Source = Literal["given", "imported", "pulled", "local", "none", "recent"]
 Replacement = Literal["auto", "on", "watch", "off"]
 """``auto`` changes priors where no manifest of a team is in force, whose promise is measured under one placement alone;
 ``watch`` decides and changes nothing, ``off`` does not look."""
