@@ -23,7 +23,7 @@ import numpy as np
 
 from spark_runtime.llama import bindings
 
-__all__ = ["ACCEPT", "ALLOWED", "ALLOWS", "ANSWER", "CLOSE", "HEADER", "OPEN", "STEP_LIMIT_S"]
+__all__ = ["ACCEPT", "ALLOWED", "ALLOWS", "ANSWER", "CLOSE", "HEADER", "OPEN", "STEP_LIMIT_S", "main"]
 
 HEADER = struct.Struct("<BIII")
 ANSWER = struct.Struct("<I")

@@ -17,6 +17,7 @@ from spark_agent.server import worker
 from spark_agent.server.app import MAX_BODY_BYTES
 from spark_agent.server.requests import ChatMessage
 from spark_agent.server.sessions import lineage_of
+from spark_runtime.conversation import Conversation
 from spark_runtime.errors import DecodeError
 from spark_runtime.models import demo_model_path
 
@@ -232,7 +233,7 @@ def test_a_failing_engine_answers_500_and_the_next_request(agent, until, monkeyp
         raise fault
 
     with monkeypatch.context() as patch:
-        patch.setattr(agent.engine, "prompt", fail)
+        patch.setattr(Conversation, "feed", fail)
         reply = agent.chat(stream=stream)
     assert reply.status_code == 500
     error = error_of(reply)
