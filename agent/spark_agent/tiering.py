@@ -75,7 +75,8 @@ def plan_for(
 
     Without a GPU there is nothing to gain by tiers, so they have to be asked for, or ``wanted``. There the operating
     system pages weights in and out of the mapped file, so no plan refuses a model that is larger than the memory.
-    ``frequency`` is what the slots start from where nobody named a manifest. Raises what ``tier_plan.plan_tiers`` raises.
+    ``frequency`` is what the slots start from where nobody named a manifest. Raises what ``tier_plan.plan_tiers``
+    raises.
     """
     from spark_runtime.errors import InstallationError, PlanError
     from spark_runtime.tier_plan import TierRequest, cards, plan_tiers, plan_untiered

@@ -221,7 +221,8 @@ class PlacementControl:
         candidate = self._traffic.frequencies(self._profile)
         # What is resident stays, so nothing is copied: evictions then follow the new priors.
         decision = decide(self._traffic, now.frequency, candidate, sizes, slots, pools)
-        applies = self.replacement == "on" or (self.replacement == "auto" and now.source not in {"given", "pulled"})
+        named = now.source in {"given", "imported", "pulled"}
+        applies = self.replacement == "on" or (self.replacement == "auto" and not named)
         if decision.outcome == "changed" and not applies:
             decision = replace(decision, outcome="no_change", reason=f"only watching: {decision.reason}")
         if decision.outcome == "changed":

@@ -17,6 +17,7 @@ from spark_agent.server import worker
 from spark_agent.server.app import MAX_BODY_BYTES
 from spark_agent.server.requests import ChatMessage
 from spark_agent.server.sessions import lineage_of
+from spark_runtime.conversation import Conversation
 from spark_runtime.errors import DecodeError
 from spark_runtime.models import demo_model_path
 
@@ -178,9 +179,10 @@ def test_a_client_that_leaves_the_line_is_never_computed(slow, until):
         with post(slow, "never wanted"):
             until(lambda: slow.worker.waiting == 1)
         assert slow.client.get("/health").json()["waiting"] == 1
-        # Left again, but in line: the next request comes after it.
+        # Left again: the line is shorter by it, before its turn comes.
+        until(lambda: slow.worker.waiting == 0)
         with post(slow, "wanted", max_tokens=1) as last:
-            until(lambda: slow.worker.waiting == 2)
+            until(lambda: slow.worker.waiting == 1)
             first.close()
             assert last.recv(15).startswith(b"HTTP/1.1 200")
     assert slow.sessions.counts_of(lineage_of([ChatMessage(role="user", content="never wanted")])).tokens_total == 0
@@ -231,7 +233,7 @@ def test_a_failing_engine_answers_500_and_the_next_request(agent, until, monkeyp
         raise fault
 
     with monkeypatch.context() as patch:
-        patch.setattr(agent.engine, "prompt", fail)
+        patch.setattr(Conversation, "feed", fail)
         reply = agent.chat(stream=stream)
     assert reply.status_code == 500
     error = error_of(reply)

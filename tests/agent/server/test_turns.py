@@ -1,0 +1,90 @@
+"""Several conversations at once, through the worker: the same answers and counts as one after another."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from spark_agent.server.generation import Finished, Generation, GenerationReport, Piece
+from spark_agent.server.sessions import LiveSessions
+from spark_agent.server.worker import Worker
+from spark_runtime.engine import Engine, EngineOptions
+from spark_runtime.model_shape import read_model_shape
+from spark_runtime.models import demo_model_path
+from spark_runtime.sampling import Sampling
+from spark_runtime.session_counts import SessionCounts
+from spark_runtime.tier_start import uniform_start
+
+PROMPTS = ("How are you today?", "Tell me of the sea and of its ships. " * 20, "def mean(values):", "What is a list?")
+
+
+async def heard(generation: Generation) -> tuple[str, Any, list[Any]]:
+    text, tokens = "", []
+    async for event in generation.results():
+        if isinstance(event, Finished):
+            return text, (event.reason, event.completion_tokens), tokens
+        assert isinstance(event, Piece)
+        text += event.text
+        tokens.extend(event.tokens)
+    raise AssertionError("no end")
+
+
+def answers(n_seq_max: int, tier: Any, *, at_once: bool) -> tuple[list[Any], dict[str, Any], list[GenerationReport]]:
+    kept: dict[str, Any] = {}
+    faults: list[Exception] = []
+    reports: list[GenerationReport] = []
+
+    def keep(lineage: str, counts: SessionCounts) -> None:
+        kept[lineage] = counts.to_histogram("ab" * 32, "chat")
+
+    options = EngineOptions(n_ctx=512, n_batch=32, n_threads=1, n_outputs_max=1, n_seq_max=n_seq_max, tier=tier)
+    with Engine.load(demo_model_path(), options) as engine:
+        worker = Worker(engine, LiveSessions(engine.shape, keep, lambda: 0.0), faults.append, on_done=reports.append)
+
+        def asked(index: int) -> Generation:
+            sampling = Sampling(temperature=1.0, seed=index)
+            return Generation(str(index), engine.tokenize(PROMPTS[index]), sampling, 40, (), top_logprobs=2)
+
+        async def ask() -> list[Any]:
+            if not at_once:
+                found = []
+                for index in range(len(PROMPTS)):
+                    worker.submit(generation := asked(index))
+                    found.append(await heard(generation))
+                return found
+            generations = [asked(index) for index in range(len(PROMPTS))]
+            for generation in generations:
+                worker.submit(generation)
+            worker.start()
+            return await asyncio.gather(*map(heard, generations))
+
+        if not at_once:
+            worker.start()
+        try:
+            found = asyncio.run(ask())
+            assert worker.call(lambda: 7).result(10) == 7
+            assert (worker.load.running, worker.load.waiting, worker.load.sequences) == (0, 0, n_seq_max)
+        finally:
+            worker.stop()
+        with pytest.raises(RuntimeError):
+            worker.call(lambda: 7)
+    assert faults == []
+    return found, kept, reports
+
+
+@pytest.mark.parametrize("residency", [None, 0.4])
+def test_turns_change_nothing(residency: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns as short as can be, so that every step is another conversation's."""
+    monkeypatch.setattr("spark_agent.server.scheduler.MIN_SLICE_S", 0.0)
+    monkeypatch.setattr("spark_agent.server.scheduler.MAX_SLICE_S", 0.0)
+    tier = None if residency is None else uniform_start(read_model_shape(demo_model_path()), residency)
+    # As many sequences in both, so that each prompt is computed whole.
+    alone, expected, _ = answers(4, tier, at_once=False)
+    together, counted, reports = answers(4, tier, at_once=True)
+    assert together == alone, "text, ends, and every log probability"
+    assert counted == expected
+    assert {report.outcome for report in reports} <= {"stop", "length"}
+    assert [report.completion_tokens for report in reports] != [0] * 4
+    assert any(tokens for _, _, tokens in alone)
