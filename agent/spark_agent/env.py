@@ -119,6 +119,14 @@ TEAM_KEY = Variable(
     secret=True,
 )
 MODEL = Variable("SPARKMOE_MODEL", "path", None, "GGUF file to use when a command names none.", _text)
+API_KEY = Variable(
+    "SPARKMOE_API_KEY",
+    "token",
+    None,
+    "Token that requests to the agent's own server need; needed itself to listen on other addresses than loopback.",
+    _token,
+    secret=True,
+)
 DO_NOT_TRACK = Variable("DO_NOT_TRACK", "any but 0, false, no, off", False, "Upload nothing.", _do_not_track)
 NO_COLOR = Variable("NO_COLOR", "any", False, "Write without colour.", _present)
 SIGNING_KEY = Variable(
@@ -138,6 +146,7 @@ VARIABLES: tuple[Variable, ...] = (
     NO_PROGRESS,
     TEAM_KEY,
     MODEL,
+    API_KEY,
     DO_NOT_TRACK,
     NO_COLOR,
     SIGNING_KEY,
@@ -156,6 +165,7 @@ class Environment:
     no_progress: bool = False
     team_key: bytes | None = field(default=None, repr=False)
     model: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     do_not_track: bool = False
     no_color: bool = False
     signing_key: str | None = None
@@ -173,6 +183,7 @@ class Environment:
             no_progress=NO_PROGRESS.read(source),
             team_key=TEAM_KEY.read(source),
             model=MODEL.read(source),
+            api_key=API_KEY.read(source),
             do_not_track=DO_NOT_TRACK.read(source),
             no_color=NO_COLOR.read(source),
             signing_key=SIGNING_KEY.read(source),

@@ -107,6 +107,7 @@ class Engine:
         self._context = context
         self._collector = collector
         self._tokens: list[int] = []
+        self._spelled: dict[int, bytes] = {}
         self._most = {"prefill": context.n_batch, "decode": min(n_outputs_max or context.n_batch, context.n_batch)}
 
     @classmethod
@@ -197,8 +198,12 @@ class Engine:
         return self._context.tokenize(text, add_special=add_special, parse_special=parse_special)
 
     def piece(self, token: int) -> bytes:
-        """Bytes of one token; a character may be spread over several."""
-        return self._context.piece(token)
+        """Bytes of one token; a character may be spread over several. Control tokens have none, unless spelled."""
+        return self._spelled.get(token) or self._context.piece(token)
+
+    def spell(self, token: int, text: bytes) -> None:
+        """Give a control token a text: that of markup which somebody reads."""
+        self._spelled[token] = text
 
     def is_end(self, token: int) -> bool:
         """Whether a token ends generation."""
@@ -307,7 +312,7 @@ class Engine:
 
         An ending token is yielded and not computed. Closing the iterator stops at once.
         """
-        sampler = sampling.build(bindings())
+        sampler = sampling.build(bindings(), self._context.vocabulary)
         try:
             for _ in range(max_tokens):
                 token = self._context.sample(sampler)

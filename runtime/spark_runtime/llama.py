@@ -187,6 +187,11 @@ class LlamaContext:
     def _vocab(self) -> Any:
         return self._open_vocab if self._alive else None
 
+    @property
+    def vocabulary(self) -> Any:
+        """llama.cpp's handle of the vocabulary."""
+        return self._vocab
+
     def decode(self, tokens: Sequence[int], position: int, *, all_outputs: bool) -> None:
         """Compute up to ``n_batch`` tokens from ``position`` on; logits for the last one, or for all of them."""
         self._require_open()  # the batch's memory is gone with it

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from spark_runtime.errors import GrammarError
+
 __all__ = ["Sampling"]
 
 
@@ -28,9 +30,15 @@ class Sampling:
     grammar: str | None = None
     """GBNF with the root rule ``root``, which the text has to follow."""
 
-    def build(self, llama: Any) -> Any:
+    def build(self, llama: Any, vocabulary: Any) -> Any:
         """A new sampler chain; the caller frees it with ``llama_sampler_free``."""
         chain = llama.llama_sampler_chain_init(llama.llama_sampler_chain_default_params())
+        if self.grammar is not None:
+            follower = llama.llama_sampler_init_grammar(vocabulary, self.grammar.encode(), b"root")
+            if not follower:
+                llama.llama_sampler_free(chain)
+                raise GrammarError("llama.cpp cannot read the grammar")
+            llama.llama_sampler_chain_add(chain, follower)
         if self.temperature <= 0.0:
             llama.llama_sampler_chain_add(chain, llama.llama_sampler_init_greedy())
             return chain

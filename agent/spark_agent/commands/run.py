@@ -133,7 +133,8 @@ def _serve(context: AgentContext, load: _Load, address: tuple[str, int], workloa
     from spark_agent.server.serve import bind, serve
     from spark_runtime.engine import Engine
 
-    with bind(*address) as listener, context.spool() as spool:
+    token = context.environment.api_key
+    with bind(*address, token=token) as listener, context.spool() as spool:
         key = context.session_key()
         plan = plan_for(load.file, load.shape, load.tiers, load.placement, load.n_ctx)
         if plan is not None:
@@ -155,6 +156,7 @@ def _serve(context: AgentContext, load: _Load, address: tuple[str, int], workloa
                 resident_share=1.0 if plan is None else plan.resident_share,
                 manifest=load.placement,
                 describe=_describe,
+                token=token,
             )
 
 

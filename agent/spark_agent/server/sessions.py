@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from spark_agent.server.requests import ChatMessage
+from spark_agent.dialogue.messages import Message
 from spark_agent.transcripts.lineage import RootFinder
 from spark_runtime.session_counts import SessionCounts
 from spark_schemas.model import ModelShape
@@ -22,7 +22,7 @@ MAX_OPEN = 64
 IDLE_S = 15 * 60.0
 
 
-def lineage_of(messages: Sequence[ChatMessage]) -> str:
+def lineage_of(messages: Sequence[Message]) -> str:
     """The lineage of a conversation."""
     finder = RootFinder()
     for message in messages:

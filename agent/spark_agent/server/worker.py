@@ -111,7 +111,7 @@ class Worker:
         rest = stream.push(b"", final=True)
         if rest:
             generation.emit(Piece(rest))
-        return Finished(reason, len(generation.tokens), reused, produced)
+        return Finished(reason, len(generation.tokens), reused, produced, stream.stop)
 
     def _check_wanted(self, generation: Generation) -> None:
         if generation.cancelled.is_set() or self._stopping.is_set():
