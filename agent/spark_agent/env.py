@@ -123,7 +123,7 @@ API_KEY = Variable(
     "SPARKMOE_API_KEY",
     "token",
     None,
-    "Token that requests to the agent's own server need; needed itself to listen on other addresses than loopback.",
+    "Token that requests to the agent's own server must bear; without one it listens on loopback only.",
     _token,
     secret=True,
 )

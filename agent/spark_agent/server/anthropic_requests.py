@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -74,6 +75,10 @@ class MessagesRequest(CountRequest):
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
     metadata: dict[str, Any] | None = None
+
+    def ask(self) -> Ask:
+        """What is asked for; raise :class:`ApiError`."""
+        return replace(super().ask(), max_tokens=self.max_tokens, stops=tuple(self.stop_sequences or ()))
 
     def sampling(self) -> Sampling:
         """Sampling parameters; the API's default temperature is 1."""
