@@ -13,7 +13,7 @@ HERMES = """{%- if tools %}<|im_start|>system
 <tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools><|im_end|>
 {% endif %}{%- for message in messages %}<|im_start|>{{ message.role }}
 {%- if message.content is string %}{{ message.content }}{% endif %}
-{%- for call in message.tool_calls or [] %}<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ ARGS }}}</tool_call>
+{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function.name }}: {{ ARGS }}</tool_call>
 {%- endfor %}<|im_end|>{% endfor %}"""
 OBJECTS = HERMES.replace("ARGS", "call.function.arguments | tojson")
 TEXTS = HERMES.replace("ARGS", "call.function.arguments")

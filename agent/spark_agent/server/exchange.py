@@ -20,7 +20,7 @@ from spark_agent.server.sessions import lineage_of
 from spark_agent.server.worker import Worker
 from spark_runtime.sampling import Sampling
 
-__all__ = ["Ask", "Ended", "Exchange", "Idle", "Output", "Said", "WorkloadOf"]
+__all__ = ["Answering", "Ask", "Ended", "Exchange", "Idle", "Output", "Said", "WorkloadOf"]
 
 WorkloadOf = Callable[[Mapping[str, str], Sequence[Message]], str | None]
 IDLE_S = 10.0

@@ -14,7 +14,7 @@ from spark_agent.server.generation import MAX_TOP_LOGPROBS
 from spark_agent.server.requests import LIST, STRING, ApiModel, Sampled, refuse, string_or_list, tools_of
 from spark_runtime.sampling import Sampling
 
-__all__ = ["ChatMessage", "ChatRequest", "TextPart", "tool_choice_of"]
+__all__ = ["ChatMessage", "ChatRequest", "TextPart", "sampling_of", "tool_choice_of"]
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
