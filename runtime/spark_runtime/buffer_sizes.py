@@ -24,7 +24,7 @@ from spark_runtime.devices import device_at, registered_devices, typed
 from spark_runtime.errors import UnsupportedModelError
 from spark_runtime.ggml import LOG_CALLBACK, GgmlTensor, complaints, ggml_base, type_name
 from spark_runtime.gguf_file import GgufModel, TensorInfo
-from spark_runtime.llama import bindings
+from spark_runtime.llama import bindings, context_tokens
 from spark_runtime.memory_plan import DeviceNeeds, Needs
 from spark_runtime.model_shape import EXPERT_TENSOR
 from spark_schemas.model import ModelShape
@@ -107,8 +107,9 @@ def buffer_sizes(
 ) -> BufferSizes:
     """What a load with these parameters would allocate.
 
-    ``devices`` are addresses of ggml devices, all that llama.cpp knows if empty; ``n_outputs_max`` the most logits that
-    one call asks for, 0 for a batch. Raises :class:`UnsupportedModelError` when llama.cpp refuses the model.
+    Each of ``n_seq_max`` sequences has ``n_ctx`` tokens. ``devices`` are addresses of ggml devices, all that llama.cpp
+    knows if empty; ``n_outputs_max`` the most logits that one call asks for, 0 for a batch. Raises
+    :class:`UnsupportedModelError` when llama.cpp refuses the model.
     """
     llama = bindings()
     params = llama.llama_model_default_params()
@@ -120,8 +121,10 @@ def buffer_sizes(
     if tensor_split:
         params.tensor_split = shares
     context_params = llama.llama_context_default_params()
-    context_params.n_ctx, context_params.n_batch, context_params.n_ubatch = n_ctx, n_batch, n_ubatch
-    context_params.n_seq_max, context_params.n_outputs_max = n_seq_max, n_outputs_max
+    context_params.n_ctx, context_params.n_batch = context_tokens(n_ctx, n_seq_max), n_batch
+    context_params.n_ubatch, context_params.kv_unified = n_ubatch, False
+    context_params.n_seq_max = n_seq_max
+    context_params.n_outputs_max = max(n_outputs_max, n_seq_max) if n_outputs_max else 0
     with log_lines() as lines, complaints() as log:
         loaded = llama.llama_model_load_from_file(os.fsencode(model.path), params)
         context = llama.llama_init_from_model(loaded, context_params) if loaded else None

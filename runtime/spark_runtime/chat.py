@@ -1,8 +1,7 @@
-"""From chat messages to a prompt, and from tokens to text as it streams."""
+"""From chat messages to a prompt."""
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +10,7 @@ from typing import Any
 from spark_runtime.engine import Engine
 from spark_runtime.errors import ChatTemplateError
 
-__all__ = ["ChatFormat", "TemplateSupport", "TextStream"]
+__all__ = ["ChatFormat", "TemplateSupport"]
 
 _CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
@@ -145,44 +144,3 @@ _PROBE_RESULT = {"role": "tool", "content": "probe_result", "tool_call_id": "pro
 def _probe_call(arguments: object) -> dict[str, Any]:
     call = {"id": "probe0000", "type": "function", "function": {"name": "probe_tool", "arguments": arguments}}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
-
-
-class TextStream:
-    """Turns token bytes into text that never ends inside a character or inside a possible stop string."""
-
-    def __init__(self, stops: Sequence[str] = ()) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._stops = tuple(stop for stop in stops if stop)
-        self._held = ""
-        self.stopped = False
-        """Whether a stop string was met; nothing more comes out after it."""
-        self.stop: str | None = None
-        """The stop string that was met."""
-
-    def push(self, piece: bytes, *, final: bool = False) -> str:
-        """Take bytes, return the text that is certain by now; ``final`` releases what was held back."""
-        if self.stopped:
-            return ""
-        self._held += self._decoder.decode(piece, final)
-        # The stop that is complete first, so that the answer does not depend on how the text was cut into pieces.
-        found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if found:
-            self.stopped = True
-            end, start = min(found)
-            self.stop = self._held[start:end]
-            return self._take(start)
-        return self._take(len(self._held) if final else len(self._held) - self._possible_stop())
-
-    def _possible_stop(self) -> int:
-        """Length of the longest end of the held text that begins a stop string."""
-        longest = 0
-        for stop in self._stops:
-            for length in range(min(len(stop) - 1, len(self._held)), longest, -1):
-                if self._held.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest
-
-    def _take(self, length: int) -> str:
-        text, self._held = self._held[:length], self._held[length:]
-        return text

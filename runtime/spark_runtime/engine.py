@@ -1,13 +1,13 @@
 """One engine for everything that computes: serving, recording, measuring.
 
-It owns the context's tokens (so a prompt that continues the last one computes only what is new), says which phase a
-token belongs to, and hands every successful decode call to the collector.
+It loads a model in any of the ways there are, and owns the conversations that share its context. Recording and
+measuring go through the first of them, whose methods it has itself; serving goes through all.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,13 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spark_runtime.collector import Collector
+from spark_runtime.conversation import Computing, Conversation
 from spark_runtime.devices import registered_devices
-from spark_runtime.errors import ContextFullError, InstallationError, TierError
+from spark_runtime.errors import ContextFullError, InstallationError
 from spark_runtime.gguf_file import read_gguf
+from spark_runtime.grammar import GrammarHost
 from spark_runtime.llama import LlamaContext, LoadOptions, bindings
 from spark_runtime.model_shape import shape_of
 from spark_runtime.native_tap import NativeTap, native_library
-from spark_runtime.sampling import Sampling
+from spark_runtime.sampling import Sampler, Sampling
+from spark_runtime.sequences import Cached, choose_sequence
 from spark_runtime.session_counts import SessionCounts
 from spark_runtime.tap import EvalTap
 from spark_runtime.tier import Tier
@@ -63,7 +66,7 @@ class EngineOptions:
     n_ubatch: int = 0
     """Tokens of a prompt that are computed at once; 0 takes ``n_batch``."""
     n_seq_max: int = 1
-    """Sequences that the context has room for; the engine itself uses one."""
+    """Conversations that the context holds at once, each of ``n_ctx`` tokens."""
     n_outputs_max: int = 0
     """Most tokens that decode computes at once, as all their logits are kept; 0 takes ``n_batch``."""
     repack: bool = True
@@ -80,11 +83,17 @@ class _ContextArguments(TypedDict):
     n_threads: int
 
 
+class _SequenceArguments(TypedDict):
+    n_outputs_max: int
+    n_seq_max: int
+
+
 class Engine:
     """A model that generates and counts its routing. Not thread-safe: one caller at a time."""
 
     def __init__(
         self,
+        path: Path,
         context: LlamaContext,
         shape: ModelShape,
         collector: Collector | TierCounting | None,
@@ -93,8 +102,10 @@ class Engine:
         native_fault: InstallationError | None,
         tier: Tier | None = None,
         n_outputs_max: int = 0,
+        n_seq_max: int = 1,
     ) -> None:
         self.shape = shape
+        self._spelled: dict[int, bytes] = {}
         self.n_ctx = context.n_ctx
         self.n_batch = context.n_batch
         """Most tokens of one decode call."""
@@ -106,9 +117,12 @@ class Engine:
         """The model's slots; ``None`` when every expert is resident."""
         self._context = context
         self._collector = collector
-        self._tokens: list[int] = []
-        self._spelled: dict[int, bytes] = {}
-        self._most = {"prefill": context.n_batch, "decode": min(n_outputs_max or context.n_batch, context.n_batch)}
+        self._computing = Computing(context, collector, tier, n_outputs_max)
+        self.conversations = tuple(Conversation(self._computing, index) for index in range(n_seq_max))
+        self._computing.conversations.extend(self.conversations)
+        self._first = self.conversations[0]
+        self._uses = 0
+        self._grammars = GrammarHost(path, context.n_vocab)
 
     @classmethod
     def load(cls, path: Path, options: EngineOptions | None = None) -> Self:
@@ -131,7 +145,8 @@ class Engine:
             mapped=resolved.mapped,
             cpu_expert_blocks=resolved.cpu_expert_blocks,
         )
-        outputs, found = resolved.n_outputs_max, [device.address for device in registered_devices() if device.is_card]
+        of_context: _SequenceArguments = {"n_outputs_max": resolved.n_outputs_max, "n_seq_max": resolved.n_seq_max}
+        found = [device.address for device in registered_devices() if device.is_card]
         n_devices = resolved.devices or len(found) or 1
         arguments: _ContextArguments = {
             "n_ctx": resolved.n_ctx,
@@ -142,7 +157,7 @@ class Engine:
         if options.tier is not None:
             context, tier = load_tiered(model.path, shape, options.tier, load, devices=n_devices, **arguments)
             counting = TierCounting(tier) if tier is not None and options.count_routing else None
-            return cls(context, shape, counting, on_gpu=on_gpu, native_fault=None, tier=tier, n_outputs_max=outputs)
+            return cls(model.path, context, shape, counting, on_gpu=on_gpu, native_fault=None, tier=tier, **of_context)
         collector = Collector(shape) if options.count_routing else None
         tap, native_fault = _tap_for(collector, native=options.native)
         if options.proxy:
@@ -153,7 +168,7 @@ class Engine:
             context = LlamaContext(model.path, options=load, tap=tap, **arguments)
         if tap is not None:
             _learn_graph(context, tap)
-        return cls(context, shape, collector, on_gpu=on_gpu, native_fault=native_fault, n_outputs_max=outputs)
+        return cls(model.path, context, shape, collector, on_gpu=on_gpu, native_fault=native_fault, **of_context)
 
     def __enter__(self) -> Self:
         return self
@@ -166,12 +181,21 @@ class Engine:
     def close(self) -> None:
         """Free the model; safe to call twice. A session that is being counted gets what it has so far."""
         try:
-            if self._collector is not None:
-                self._collector.session = None
+            self.count_into(None)
         finally:
+            self._grammars.close()
             if self.tier is not None:
                 self.tier.close()
             self._context.close()
+
+    def count_into(self, session: SessionCounts | None) -> None:
+        """Add what is selected from now on to a session; ``None`` drops it.
+
+        Another session first gets what it has so far, which with tiers reads the devices. That raises
+        :class:`RoutingReadError` when it does not add up: its counts are dropped, and counting can go on.
+        """
+        if self._collector is not None:
+            self._collector.session = session
 
     @contextmanager
     def counting(self, session: SessionCounts | None) -> Iterator[None]:
@@ -179,11 +203,12 @@ class Engine:
         if self._collector is None:
             yield
             return
-        previous, self._collector.session = self._collector.session, session
+        previous = self._collector.session
+        self.count_into(session)
         try:
             yield
         finally:
-            self._collector.session = previous
+            self.count_into(previous)
 
     @property
     def tier_totals(self) -> TierTotals | None:
@@ -218,15 +243,36 @@ class Engine:
         """Text of the ``bos`` or ``eos`` token."""
         return self._context.special_text(which)
 
+    def conversation_for(self, tokens: Sequence[int], busy: Collection[Conversation] = ()) -> Conversation:
+        """The conversation that a prompt goes on with, or begins in; ``busy`` ones are not taken.
+
+        It may begin as a copy of another one. See :func:`spark_runtime.sequences.choose_sequence`.
+        """
+        choice = choose_sequence(tokens, [Cached(one.tokens, one.last_use, one in busy) for one in self.conversations])
+        chosen = self.conversations[choice.sequence]
+        if choice.copy_from is not None:
+            chosen.copy_of(self.conversations[choice.copy_from])
+        self._uses += 1
+        chosen.last_use = self._uses
+        return chosen
+
+    def sampler(self, sampling: Sampling) -> Sampler:
+        """Chooses the tokens of one generation, in any conversation; the caller closes it.
+
+        Raises :class:`SamplingError` for parameters that make no sense, and :class:`GrammarError`.
+        """
+        sampling.check(self.n_vocab)
+        grammar = None if sampling.grammar is None else self._grammars.follow(sampling.grammar)
+        return self._first.sampler(sampling, grammar)
+
     @property
     def n_past(self) -> int:
         """Tokens in the context."""
-        return len(self._tokens)
+        return self._first.n_past
 
     def reset(self) -> None:
-        """Forget the conversation."""
-        self._context.forget_all()
-        self._tokens.clear()
+        """Forget every conversation."""
+        self._computing.forget_all()
 
     def feed(
         self,
@@ -236,104 +282,31 @@ class Engine:
         batch: int | None = None,
         before_step: Callable[[], None] = lambda: None,
     ) -> None:
-        """Compute tokens that are already known, counted as ``phase``.
-
-        In decode every token's experts are computed in every block, as if each had been generated alone; ``batch``
-        tokens go at once. ``before_step`` is called before each of these steps; what it raises ends the call with the
-        steps so far computed and counted. Raises :class:`ContextFullError` before computing what does not fit.
-        """
-        if self.n_past + len(tokens) > self.n_ctx:
-            raise ContextFullError(
-                f"{self.n_past + len(tokens)} tokens, but the context holds {self.n_ctx}",
-                "shorten the conversation or raise --ctx",
-            )
-        most = self._most[phase]
-        step = min(batch or most, most)
-        for start in range(0, len(tokens), step):
-            before_step()
-            self._decode(tokens[start : start + step], phase)
-
-    def _decode(self, tokens: Sequence[int], phase: Phase) -> None:
-        if self._collector is not None:
-            self._collector.begin()
-        if self.tier is not None:
-            self.tier.set_phase(phase)
-        try:
-            self._context.decode(tokens, self.n_past, all_outputs=phase == "decode")
-            self._check_tier()
-            if self._collector is not None:
-                self._collector.commit(phase, len(tokens))
-        except BaseException:
-            # What the context holds beyond the known tokens is undefined after a failed call.
-            if not self._context.forget_from(self.n_past):
-                self.reset()
-            self._check_tier()  # knows more of why than llama.cpp's status
-            raise
-        self._tokens.extend(tokens)
-
-    def _check_tier(self) -> None:
-        if self.tier is None:
-            return
-        try:
-            self.tier.check()
-        except TierError:
-            # A GPU says so when later steps have been taken: what they left in the context is undefined.
-            self.reset()
-            raise
+        """:meth:`Conversation.feed` of the first conversation."""
+        self._first.feed(tokens, phase, batch=batch, before_step=before_step)
 
     def prompt(self, tokens: Sequence[int], *, before_step: Callable[[], None] = lambda: None) -> int:
-        """Make the context hold exactly ``tokens``, computing only what differs; return how many were reused.
-
-        The last token is always computed, because its logits are needed. ``before_step`` as in :meth:`feed`.
-        """
-        if not tokens:
-            raise ContextFullError("an empty prompt", "send at least one token")
-        if len(tokens) > self.n_ctx:
-            raise ContextFullError(
-                f"a prompt of {len(tokens)} tokens, but the context holds {self.n_ctx}",
-                "shorten the conversation or raise --ctx",
-            )
-        common = 0
-        for old, new in zip(self._tokens, tokens[:-1], strict=False):
-            if old != new:
-                break
-            common += 1
-        if common < self.n_past:
-            if self._context.forget_from(common):
-                del self._tokens[common:]
-            else:
-                self.reset()
-                common = 0
-        self.feed(tokens[common:], "prefill", before_step=before_step)
-        return common
+        """:meth:`Conversation.prompt` of the first conversation."""
+        return self._first.prompt(tokens, before_step=before_step)
 
     def generate(self, sampling: Sampling, max_tokens: int) -> Iterator[int]:
-        """Generate after :meth:`prompt`, at most ``max_tokens`` and to the end of the context.
-
-        An ending token is yielded and not computed. Closing the iterator stops at once.
-        """
-        sampler = sampling.build(bindings(), self._context.vocabulary)
+        """:meth:`Conversation.generate` of the first conversation."""
+        sampler = self.sampler(sampling)
         try:
-            for _ in range(max_tokens):
-                token = self._context.sample(sampler)
-                self._check_tier()
-                yield token
-                if self._context.is_end(token) or self.n_past >= self.n_ctx:
-                    return
-                self._decode([token], "decode")
+            yield from self._first.generate(sampler, max_tokens)
         finally:
-            bindings().llama_sampler_free(sampler)
+            sampler.close()
 
     def logits(self) -> NDArray[np.float32]:
         """Logits after the last computed token, ``[n_vocab]``."""
         logits = self._context.logits()
-        self._check_tier()
+        self._computing.check_tier()
         return logits
 
     def all_logits(self) -> NDArray[np.float32]:
         """Logits of the last decode call's tokens, ``[n_tokens, n_vocab]``; of a prefill's last one alone."""
         logits = self._context.all_logits()
-        self._check_tier()
+        self._computing.check_tier()
         return logits
 
     def feed_sequences(self, rows: Sequence[tuple[int, int, int]]) -> None:
@@ -344,12 +317,12 @@ class Engine:
         if self.tier is not None:
             self.tier.set_phase("decode")
         self._context.decode_sequences(rows)
-        self._check_tier()
+        self._computing.check_tier()
 
     def synchronize(self) -> None:
         """Wait until everything asked for is computed."""
         self._context.synchronize()
-        self._check_tier()
+        self._computing.check_tier()
 
 
 def _tap_for(

@@ -11,7 +11,8 @@ SparkRuntimeError
 ├── PlanError                  the model does not fit the memory as asked
 ├── ContextFullError           a prompt or conversation longer than the context
 ├── ChatTemplateError          the model's chat template fails on these messages
-├── GrammarError               a grammar that llama.cpp cannot read, or that leaves no token to choose
+├── SamplingError              sampling parameters that cannot be followed
+│   └── GrammarError           a grammar that llama.cpp cannot read, or that leaves no token to choose
 ├── ClosedError                a model that has been closed
 ├── TierError                  experts cannot be put into slots as asked
 ├── RoutingReadError           what llama.cpp computed cannot be a router's selection
@@ -39,6 +40,7 @@ __all__ = [
     "NotMoeError",
     "PlanError",
     "RoutingReadError",
+    "SamplingError",
     "SparkRuntimeError",
     "TierError",
     "TruncatedModelError",
@@ -103,7 +105,11 @@ class ChatTemplateError(SparkRuntimeError):
     """The chat template rejects the messages."""
 
 
-class GrammarError(SparkRuntimeError):
+class SamplingError(SparkRuntimeError):
+    """Sampling parameters that cannot be followed."""
+
+
+class GrammarError(SamplingError):
     """A grammar that cannot be read, or that costs too much to follow, or that nothing satisfies."""
 
 

@@ -22,11 +22,13 @@ from spark_runtime.errors import ClosedError, ContextFullError, DecodeError, Uns
 from spark_runtime.ggml import LOG_CALLBACK, complaints, ggml_base
 from spark_runtime.tap import Tap
 
-__all__ = ["LlamaContext", "LoadOptions", "bindings"]
+__all__ = ["LlamaContext", "LoadOptions", "bindings", "context_tokens"]
 
 _PIECE_BYTES = 256
 _DECODE_NO_SLOT = 1
 _LOAD_MODE_NONE = 0
+_CONTEXT_GRAIN = 256
+"""llama.cpp rounds each sequence's tokens up to a multiple."""
 
 
 @functools.cache
@@ -40,6 +42,11 @@ def bindings() -> ModuleType:
     return llama_cpp
 
 
+def context_tokens(n_ctx: int, n_seq_max: int) -> int:
+    """What to ask llama.cpp for, which divides it among the sequences, so that each has ``n_ctx`` tokens."""
+    return n_ctx if n_seq_max == 1 else (n_ctx + -n_ctx % _CONTEXT_GRAIN) * n_seq_max
+
+
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
     """Where llama.cpp puts a model, and in what portions it computes."""
@@ -50,6 +57,7 @@ class LoadOptions:
     n_ubatch: int = 0
     """Tokens that are computed at once, at most ``n_batch``; 0 takes that."""
     n_seq_max: int = 1
+    """Sequences, each with its own context and memory of it."""
     n_outputs_max: int = 0
     """Most logits that one call asks for, which bounds the memory for them; 0 takes ``n_batch``."""
     repack: bool = True
@@ -110,7 +118,7 @@ class LlamaContext:
         self._open_vocab = self._llama.llama_model_get_vocab(self._model)
         self.n_vocab: int = self._llama.llama_vocab_n_tokens(self._vocab)
         # llama.cpp rounds up; what was asked for is what placement and memory were planned with.
-        self.n_ctx: int = min(n_ctx, self._llama.llama_n_ctx(self._context))
+        self.n_ctx: int = min(n_ctx, self._llama.llama_n_ctx_seq(self._context))
 
     def _load(self, path: Path, options: LoadOptions) -> None:
         params = self._llama.llama_model_default_params()
@@ -132,10 +140,14 @@ class LlamaContext:
 
     def _open(self, path: Path, n_ctx: int, n_batch: int, n_threads: int, options: LoadOptions) -> None:
         params = self._llama.llama_context_default_params()
-        params.n_ctx, params.n_batch = n_ctx, n_batch
+        params.n_ctx, params.n_batch = context_tokens(n_ctx, options.n_seq_max), n_batch
         params.n_ubatch = min(options.n_ubatch or n_batch, n_batch)
         params.n_seq_max = options.n_seq_max
-        params.n_outputs_max = min(options.n_outputs_max, n_batch)
+        # Apart from each other, what one sequence computes does not depend on what others hold.
+        params.kv_unified = False
+        # llama.cpp reserves for a token of every sequence, at least.
+        outputs = max(options.n_outputs_max, options.n_seq_max) if options.n_outputs_max else 0
+        params.n_outputs_max = min(outputs, n_batch)
         params.n_threads = params.n_threads_batch = n_threads
         params.no_perf = True
         if self._tap is not None:
@@ -155,19 +167,32 @@ class LlamaContext:
                 f"{path.name} does not write one token after another: it encodes texts or fills them in",
                 "Spark runs models that generate text; use llama.cpp's own tools for this one",
             )
-        self._batch = self._llama.llama_batch_init(n_batch, 0, 1)
-        for index in range(n_batch):
-            self._batch.n_seq_id[index] = 1
-            self._batch.seq_id[index][0] = 0
-        # Views of the batch's own memory, made once: making one takes longer than filling it for a single token.
-        self._batch_tokens = np.ctypeslib.as_array(self._batch.token, (n_batch,))
-        self._batch_positions = np.ctypeslib.as_array(self._batch.pos, (n_batch,))
-        self._batch_outputs = np.ctypeslib.as_array(self._batch.logits, (n_batch,))
+        self._make_batch(n_batch)
+
+    def _make_batch(self, n_batch: int) -> None:
+        """A batch over arrays, as filling those takes less time than going through ctypes."""
+        self._batch_tokens = np.zeros(n_batch, dtype=np.int32)
+        self._batch_positions = np.zeros(n_batch, dtype=np.int32)
+        self._batch_sequences = np.zeros(n_batch, dtype=np.int32)
+        self._batch_outputs = np.zeros(n_batch, dtype=np.int8)
+        self._batch_ones = np.ones(n_batch, dtype=np.int32)
+        first = self._batch_sequences.ctypes.data
+        self._batch_pointers = np.arange(first, first + 4 * n_batch, 4, dtype=np.uintp)
+        kinds = dict(self._llama.llama_batch._fields_)
+
+        def pointer(name: str, array: NDArray[Any]) -> Any:
+            return ctypes.cast(array.ctypes.data, kinds[name])
+
+        self._batch = self._llama.llama_batch(
+            token=pointer("token", self._batch_tokens),
+            pos=pointer("pos", self._batch_positions),
+            n_seq_id=pointer("n_seq_id", self._batch_ones),
+            seq_id=pointer("seq_id", self._batch_pointers),
+            logits=pointer("logits", self._batch_outputs),
+        )
 
     def close(self) -> None:
         """Free everything; safe to call twice."""
-        if self._batch is not None:
-            self._llama.llama_batch_free(self._batch)
         if self._context:
             self._llama.llama_free(self._context)
         if self._model:
@@ -184,21 +209,22 @@ class LlamaContext:
         return self._context
 
     @property
+    def llama(self) -> ModuleType:
+        """llama.cpp's functions, for what works on this context."""
+        return self._llama
+
+    @property
     def _vocab(self) -> Any:
         return self._open_vocab if self._alive else None
 
-    @property
-    def vocabulary(self) -> Any:
-        """llama.cpp's handle of the vocabulary."""
-        return self._vocab
-
-    def decode(self, tokens: Sequence[int], position: int, *, all_outputs: bool) -> None:
+    def decode(self, tokens: Sequence[int], position: int, *, all_outputs: bool, sequence: int = 0) -> None:
         """Compute up to ``n_batch`` tokens from ``position`` on; logits for the last one, or for all of them."""
-        self._require_open()  # the batch's memory is gone with it
+        self._require_open()  # the batch is gone with it
         count = len(tokens)
         self._batch.n_tokens = count
         self._batch_tokens[:count] = tokens
         self._batch_positions[:count] = np.arange(position, position + count)
+        self._batch_sequences[:count] = sequence
         self._batch_outputs[:count] = all_outputs
         self._batch_outputs[count - 1] = 1
         self._n_outputs = count if all_outputs else 1
@@ -208,15 +234,12 @@ class LlamaContext:
         """Compute tokens of several sequences in one batch: ``(token, position, sequence)`` each; logits for all."""
         self._require_open()
         self._batch.n_tokens = self._n_outputs = len(rows)
-        for index, (token, position, sequence) in enumerate(rows):
-            self._batch_tokens[index], self._batch_positions[index] = token, position
-            self._batch.seq_id[index][0] = sequence
-            self._batch_outputs[index] = 1
-        try:
-            self._run(len(rows), rows[0][1])
-        finally:
-            for index in range(len(rows)):
-                self._batch.seq_id[index][0] = 0
+        count = len(rows)
+        self._batch_tokens[:count] = [row[0] for row in rows]
+        self._batch_positions[:count] = [row[1] for row in rows]
+        self._batch_sequences[:count] = [row[2] for row in rows]
+        self._batch_outputs[:count] = 1
+        self._run(count, rows[0][1])
 
     def _run(self, count: int, position: int) -> None:
         with complaints() as log:
@@ -248,10 +271,19 @@ class LlamaContext:
         """Draw a token from the last logits."""
         return int(self._llama.llama_sampler_sample(sampler, self._alive, -1))
 
-    def forget_from(self, position: int) -> bool:
-        """Drop the memory from a position on; ``False`` when this kind of memory cannot be cut there."""
+    def forget_from(self, position: int, sequence: int = 0) -> bool:
+        """Drop a sequence from a position on; ``False`` when this kind of memory cannot be cut there."""
         memory = self._llama.llama_get_memory(self._alive)
-        return bool(self._llama.llama_memory_seq_rm(memory, 0, position, -1))
+        return bool(self._llama.llama_memory_seq_rm(memory, sequence, position, -1))
+
+    def forget(self, sequence: int) -> None:
+        """Drop a whole sequence."""
+        self._llama.llama_memory_seq_rm(self._llama.llama_get_memory(self._alive), sequence, -1, -1)
+
+    def copy(self, source: int, target: int) -> None:
+        """Make a sequence, which must be empty, hold what another one does. Done with the next decode call."""
+        memory = self._llama.llama_get_memory(self._alive)
+        self._llama.llama_memory_seq_cp(memory, source, target, -1, -1)
 
     def forget_all(self) -> None:
         """Empty the memory."""

@@ -1,13 +1,27 @@
-"""How the next token is chosen, as llama.cpp's sampler chain."""
+"""How the next token is chosen: parameters, and llama.cpp's sampler chain that follows them."""
 
 from __future__ import annotations
 
+import ctypes
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from spark_runtime.errors import GrammarError
+import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["Sampling"]
+from spark_runtime.errors import GrammarError, SamplingError
+
+if TYPE_CHECKING:
+    from spark_runtime.llama import LlamaContext
+
+__all__ = ["FollowedGrammar", "Sampler", "Sampling"]
+
+MIN_TEMPERATURE = 1e-4
+"""Below it logits divided by the temperature may leave the range of floats, and the likeliest token wins anyway."""
+_RANDOM_SEED = 0xFFFFFFFF
+"""llama.cpp takes a seed of its own for this one."""
+_CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,21 +44,118 @@ class Sampling:
     grammar: str | None = None
     """GBNF with the root rule ``root``, which the text has to follow."""
 
-    def build(self, llama: Any, vocabulary: Any) -> Any:
-        """A new sampler chain; the caller frees it with ``llama_sampler_free``."""
-        chain = llama.llama_sampler_chain_init(llama.llama_sampler_chain_default_params())
-        if self.grammar is not None:
-            follower = llama.llama_sampler_init_grammar(vocabulary, self.grammar.encode(), b"root")
-            if not follower:
-                llama.llama_sampler_free(chain)
-                raise GrammarError("llama.cpp cannot read the grammar")
-            llama.llama_sampler_chain_add(chain, follower)
-        if self.temperature <= 0.0:
-            llama.llama_sampler_chain_add(chain, llama.llama_sampler_init_greedy())
-            return chain
-        if self.top_p < 1.0:
-            llama.llama_sampler_chain_add(chain, llama.llama_sampler_init_top_p(self.top_p, 1))
-        llama.llama_sampler_chain_add(chain, llama.llama_sampler_init_temp(self.temperature))
-        seed = llama.LLAMA_DEFAULT_SEED if self.seed is None else self.seed & 0xFFFFFFFF
-        llama.llama_sampler_chain_add(chain, llama.llama_sampler_init_dist(seed))
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken, after biases and penalties."""
+        return self.temperature < MIN_TEMPERATURE
+
+    def check(self, n_vocab: int) -> None:
+        """Raise :class:`SamplingError` for what llama.cpp could not sample with."""
+        for name in ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty"):
+            value = getattr(self, name)
+            if not math.isfinite(value):
+                raise SamplingError(f"{name}: found {value}, expected a finite number")
+        for token, bias in self.logit_bias:
+            if not 0 <= token < n_vocab:
+                raise SamplingError(f"logit_bias: found token {token}, expected 0 to {n_vocab - 1}")
+            if math.isnan(bias) or bias == math.inf:
+                raise SamplingError(f"logit_bias: found {bias} for token {token}, expected a finite number")
+
+
+class FollowedGrammar(Protocol):
+    """A grammar on its way through a text; each call may raise :class:`GrammarError`."""
+
+    def allows(self, token: int) -> bool:
+        """Whether a token may come next."""
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """Whether each token of the vocabulary may come next."""
+
+    def accept(self, token: int) -> None:
+        """Go on by a token that may come next."""
+
+    def close(self) -> None:
+        """Free it."""
+
+
+class Sampler:
+    """Chooses the tokens of one generation. The caller closes it."""
+
+    def __init__(
+        self, context: LlamaContext, sampling: Sampling, *, penalty_tokens: int, grammar: FollowedGrammar | None = None
+    ) -> None:
+        """``penalty_tokens``: how many of the newest tokens penalties look at.
+
+        Raises :class:`SamplingError` for parameters that make no sense.
+        """
+        sampling.check(context.n_vocab)
+        self._context = context
+        self._grammar = grammar
+        self._chain = _chain(context.llama, sampling, context.n_vocab, penalty_tokens)
+        self._candidates = np.zeros(context.n_vocab if grammar is not None else 0, dtype=_CANDIDATE)
+
+    def choose(self) -> int:
+        """The next token, by the logits of the last computed one."""
+        if self._grammar is None:
+            return self._context.sample(self._chain)
+        # As a first try may well follow the grammar, it alone is looked at; the distribution is the same.
+        logits = self._context.logits()
+        token = self._drawn(logits)
+        if not self._grammar.allows(token):
+            logits[~self._grammar.allowed()] = -np.inf
+            if not np.isfinite(logits.max()):
+                raise GrammarError("the grammar allows no token to go on with", "check that its rules can be completed")
+            token = self._drawn(logits)
+        self._grammar.accept(token)
+        self._context.llama.llama_sampler_accept(self._chain, token)
+        return token
+
+    def _drawn(self, logits: NDArray[np.float32]) -> int:
+        llama, found = self._context.llama, self._candidates
+        found["id"], found["logit"], found["p"] = np.arange(len(found)), logits, 0
+        array = llama.llama_token_data_array(
+            data=ctypes.cast(found.ctypes.data, ctypes.POINTER(llama.llama_token_data)),
+            size=len(found),
+            selected=-1,
+            sorted=False,
+        )
+        llama.llama_sampler_apply(self._chain, ctypes.byref(array))
+        return int(found["id"][array.selected])
+
+    def close(self) -> None:
+        """Free it; safe to call twice."""
+        if self._chain is not None:
+            self._context.llama.llama_sampler_free(self._chain)
+            self._chain = None
+        if self._grammar is not None:
+            self._grammar.close()
+
+
+def _chain(llama: Any, sampling: Sampling, n_vocab: int, penalty_tokens: int) -> Any:
+    """In the order of llama.cpp's own tools: biases, penalties, top_k, top_p, min_p, temperature."""
+    params = llama.llama_sampler_chain_default_params()
+    params.no_perf = True
+    chain = llama.llama_sampler_chain_init(params)
+
+    def add(sampler: Any) -> None:
+        llama.llama_sampler_chain_add(chain, sampler)
+
+    if sampling.logit_bias:
+        biases = (llama.llama_logit_bias * len(sampling.logit_bias))(*sampling.logit_bias)
+        add(llama.llama_sampler_init_logit_bias(n_vocab, len(biases), biases))
+    if sampling.frequency_penalty or sampling.presence_penalty:
+        frequency, presence = sampling.frequency_penalty, sampling.presence_penalty
+        add(llama.llama_sampler_init_penalties(n_vocab, penalty_tokens, 1.0, frequency, presence))
+    if sampling.is_greedy:
+        add(llama.llama_sampler_init_greedy())
         return chain
+    if sampling.top_k > 0:
+        add(llama.llama_sampler_init_top_k(sampling.top_k))
+    if sampling.top_p < 1.0:
+        add(llama.llama_sampler_init_top_p(sampling.top_p, 1))
+    if sampling.min_p > 0.0:
+        add(llama.llama_sampler_init_min_p(sampling.min_p, 1))
+    add(llama.llama_sampler_init_temp(sampling.temperature))
+    seed = _RANDOM_SEED if sampling.seed is None else sampling.seed % _RANDOM_SEED
+    add(llama.llama_sampler_init_dist(seed))
+    return chain

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spark_runtime.chat import TextStream
+from spark_runtime.text_stream import TextStream
 
 TEXTS = st.text(alphabet="ab<|é数🙂\n", max_size=40)
 

@@ -1,39 +1,74 @@
-"""The one thread that computes. Requests wait in line; one whose client has left stops at its next step."""
+"""The one thread that computes. Several generations are in progress at once, and take turns step by step."""
 
 from __future__ import annotations
 
-import queue
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
-from typing import Literal
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from spark_agent.server.generation import AbandonedError, BusyError, Finished, Generation, Piece
+from spark_agent.server.generation import AbandonedError, BusyError, Generation, GenerationReport
+from spark_agent.server.running import Running
+from spark_agent.server.scheduler import MAX_WAITING, Scheduler
 from spark_agent.server.sessions import LiveSessions
-from spark_runtime.chat import TextStream
 from spark_runtime.engine import Engine
-from spark_runtime.errors import ContextFullError
 
-__all__ = ["Worker"]
+__all__ = ["Worker", "WorkerLoad"]
 
-MAX_WAITING = 64
 _HOUSEKEEPING_S = 30.0
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """How much there is to do, at one moment."""
+
+    running: int
+    waiting: int
+    sequences: int
+    tokens_cached: int
+    """Tokens that all sequences hold, of conversations that may go on."""
 
 
 class Worker:
     """Owns the engine and the open sessions on one thread."""
 
-    def __init__(self, engine: Engine, sessions: LiveSessions, on_error: Callable[[Exception], None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        sessions: LiveSessions,
+        on_error: Callable[[Exception], None],
+        *,
+        on_done: Callable[[GenerationReport], None] | None = None,
+    ) -> None:
         self._engine = engine
         self._sessions = sessions
         self._on_error = on_error
-        self._waiting: queue.Queue[Generation | None] = queue.Queue()
+        self._on_done = on_done
+        self._scheduler: Scheduler[Running] = Scheduler(len(engine.conversations))
+        self._counted: Running | None = None
+        self._inbox: deque[Running] = deque()
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._changed = threading.Condition()
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="spark-engine")
+        self._ending = False
+        self._next_tidy_s = 0.0
+        self._thread = threading.Thread(target=self._work, name="spark-engine")
 
     @property
     def waiting(self) -> int:
         """Requests in line."""
-        return self._waiting.qsize()
+        return self._scheduler.waiting + len(self._inbox)
+
+    @property
+    def load(self) -> WorkerLoad:
+        """What there is to do; may be read by any thread."""
+        conversations = self._engine.conversations
+        cached = sum(conversation.n_past for conversation in conversations)
+        return WorkerLoad(len(self._scheduler.running), self.waiting, len(conversations), cached)
 
     def start(self) -> None:
         """Start computing."""
@@ -41,32 +76,160 @@ class Worker:
 
     def submit(self, generation: Generation) -> None:
         """Put a request in line; raise :class:`BusyError` when the line is full."""
-        if self._waiting.qsize() >= MAX_WAITING:
-            raise BusyError
-        self._waiting.put(generation)
+        with self._changed:
+            if self.waiting >= MAX_WAITING:
+                raise BusyError
+            self._inbox.append(Running(generation))
+            self._changed.notify()
+
+    def call(self, function: Callable[[], _T]) -> Future[_T]:
+        """Run a function on the computing thread between two steps; raise ``RuntimeError`` once it has been stopped."""
+        future: Future[_T] = Future()
+        with self._changed:
+            if self._ending:
+                raise RuntimeError("the worker has stopped")
+            self._calls.append((function, future))
+            self._changed.notify()
+        return future
 
     def give_up(self) -> None:
-        """End the running generation and those in line with :class:`AbandonedError`."""
+        """End running generations and those in line with :class:`AbandonedError`."""
         self._stopping.set()
+        with self._changed:
+            self._changed.notify()
 
     def stop(self) -> None:
         """Give up what runs and keep every session's counts; returns when the thread has ended."""
+        with self._changed:
+            self._ending = True
         self.give_up()
-        self._waiting.put(None)
         if self._thread.ident is not None:
             self._thread.join()
 
-    def _run(self) -> None:
+    def _work(self) -> None:
         while True:
-            try:
-                generation = self._waiting.get(timeout=_HOUSEKEEPING_S)
-            except queue.Empty:
-                self._keep(self._sessions.tidy)
+            self._take_in()
+            self._run_calls()
+            if self._stopping.is_set():
+                self._abandon_all()
+            while (started := self._scheduler.start()) is not None:
+                self._start(started)
+            running = self._scheduler.next()
+            if running is not None:
+                self._turn(running)
+                self._tidy()
+            elif not self._wait():
+                break
+        self._keep(self._sessions.close_all)
+        with self._changed:
+            left, self._calls = self._calls, deque()
+        for _, future in left:
+            future.cancel()
+
+    def _wait(self) -> bool:
+        """Until there is something to do; ``False`` when there never will be again."""
+        with self._changed:
+            if not self._inbox and not self._calls:
+                if self._ending:
+                    return False
+                self._changed.wait(_HOUSEKEEPING_S)
+        self._tidy()
+        return True
+
+    def _take_in(self) -> None:
+        with self._changed:
+            while self._inbox:
+                self._scheduler.submit(self._inbox.popleft())
+        for gone in self._scheduler.drop(lambda job: job.generation.cancelled.is_set()):
+            self._tell(gone, AbandonedError())
+
+    def _run_calls(self) -> None:
+        while self._calls:
+            function, future = self._calls.popleft()
+            # What a function does to slots must not be mixed into what a session counted before.
+            self._count(None)
+            if not future.set_running_or_notify_cancel():
                 continue
-            if generation is None:
-                self._keep(self._sessions.close_all)
-                return
-            self._serve(generation)
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+    def _abandon_all(self) -> None:
+        for running in self._scheduler.running:
+            self._finish(running, AbandonedError())
+        for waiting in self._scheduler.drop(lambda _: True):
+            self._tell(waiting, AbandonedError())
+
+    def _start(self, running: Running) -> None:
+        busy = [other.conversation for other in self._scheduler.running if other.conversation is not None]
+        try:
+            running.start(self._engine, self._engine.conversation_for(running.generation.tokens, busy))
+        except Exception as error:
+            self._finish(running, error)
+
+    def _turn(self, running: Running) -> None:
+        """Steps of one generation until its slice is over; a prompt's batch is a slice of its own."""
+        began = time.monotonic()
+        try:
+            self._count(running)
+            while True:
+                running.check_wanted()
+                if self._stopping.is_set():
+                    raise AbandonedError
+                in_prompt = running.in_prompt
+                if not running.step():
+                    self._finish(running, None)
+                    return
+                spent_s = time.monotonic() - began
+                if in_prompt or self._calls or spent_s >= self._scheduler.slice_s:
+                    break
+        except Exception as error:
+            self._finish(running, error)
+        else:
+            self._scheduler.charge(running, spent_s)
+
+    def _count(self, running: Running | None) -> None:
+        """Count for a generation's session from now on; what does not add up is the fault of who was counted before."""
+        before, self._counted = self._counted, running
+        counts = None
+        if running is not None:
+            counts = self._sessions.counts_of(running.generation.lineage)
+        began = time.monotonic()
+        try:
+            self._engine.count_into(counts)
+        except Exception as error:
+            self._engine.count_into(counts)
+            if before is None or before is running or before not in self._scheduler.running:
+                raise
+            self._finish(before, error, counted=True)
+        if before is not None and before is not running:
+            self._scheduler.note_switch(time.monotonic() - began)
+
+    def _finish(self, running: Running, error: Exception | None, *, counted: bool = False) -> None:
+        running.close()
+        self._scheduler.finish(running)
+        if not counted and self._counted is running:
+            self._counted = None
+            try:
+                self._engine.count_into(None)
+            except Exception as fault:
+                error = error or fault
+        self._tell(running, error)
+
+    def _tell(self, running: Running, error: Exception | None) -> None:
+        # The request is answered with the error, whatever it was; the thread serves the others.
+        if error is not None:
+            running.generation.emit(error)
+        elif running.finished is not None:
+            running.generation.emit(running.finished)
+        if self._on_done is not None:
+            report = running.report(error)
+            self._keep(lambda on_done=self._on_done: on_done(report))  # type: ignore[misc]
+
+    def _tidy(self) -> None:
+        if time.monotonic() >= self._next_tidy_s or not self._scheduler.running:
+            self._next_tidy_s = time.monotonic() + _HOUSEKEEPING_S
             self._keep(self._sessions.tidy)
 
     def _keep(self, close: Callable[[], None]) -> None:
@@ -75,44 +238,3 @@ class Worker:
             close()
         except Exception as error:
             self._on_error(error)
-
-    def _serve(self, generation: Generation) -> None:
-        try:
-            generation.emit(self._generate(generation))
-        except Exception as error:
-            # The request is answered with the error, whatever it was; the thread serves the next one.
-            generation.emit(error)
-
-    def _generate(self, generation: Generation) -> Finished:
-        engine = self._engine
-        if len(generation.tokens) >= engine.n_ctx:
-            raise ContextFullError(
-                f"a prompt of {len(generation.tokens)} tokens leaves no room in a context of {engine.n_ctx}",
-                "shorten the conversation or start the agent with a larger --ctx",
-            )
-        self._check_wanted(generation)
-        stream = TextStream(generation.stops)
-        produced = 0
-        reason: Literal["stop", "length"] = "length"
-        room = engine.n_ctx - len(generation.tokens)
-        limit = min(generation.max_tokens or room, room)
-        with engine.counting(self._sessions.counts_of(generation.lineage)):
-            reused = engine.prompt(generation.tokens, before_step=lambda: self._check_wanted(generation))
-            for token in engine.generate(generation.sampling, limit):
-                produced += 1
-                ends = engine.is_end(token)
-                text = stream.push(b"" if ends else engine.piece(token))
-                if text:
-                    generation.emit(Piece(text))
-                if ends or stream.stopped:
-                    reason = "stop"
-                    break
-                self._check_wanted(generation)
-        rest = stream.push(b"", final=True)
-        if rest:
-            generation.emit(Piece(rest))
-        return Finished(reason, len(generation.tokens), reused, produced, stream.stop)
-
-    def _check_wanted(self, generation: Generation) -> None:
-        if generation.cancelled.is_set() or self._stopping.is_set():
-            raise AbandonedError

@@ -1,0 +1,149 @@
+"""One generation's way through the engine, step by step, so that others can compute between two of its steps."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Literal
+
+from spark_agent.server.generation import AbandonedError, Finished, Generation, GenerationReport, Piece, TokenLogprob
+from spark_runtime.conversation import Conversation
+from spark_runtime.engine import Engine
+from spark_runtime.errors import ContextFullError
+from spark_runtime.logprobs import likeliest, log_probabilities
+from spark_runtime.text_stream import TextStream
+
+__all__ = ["Running"]
+
+
+class Running:
+    """A generation that was submitted. Everything but the constructor is the computing thread's."""
+
+    def __init__(self, generation: Generation) -> None:
+        self.generation = generation
+        self.conversation: Conversation | None = None
+        self.in_prompt = True
+        self._submitted_s = time.monotonic()
+        self._started_s: float | None = None
+        self._first_token_s: float | None = None
+        self._spent_s = {"prompt": 0.0, "decode": 0.0}
+        self._reused = self._produced = 0
+        self._steps: Iterator[None] = iter(())
+        self._stream = TextStream(generation.stops)
+        self._uncertain: deque[tuple[int, int, TokenLogprob]] = deque()
+        self.finished: Finished | None = None
+
+    def start(self, engine: Engine, conversation: Conversation) -> None:
+        """Go on in a sequence; nothing is computed yet."""
+        self.conversation = conversation
+        self._started_s = time.monotonic()
+        self._steps = self._run(engine, conversation)
+
+    def step(self) -> bool:
+        """Compute one batch or one token; ``False`` when that was the last one. Raises what the engine raises."""
+        phase, before = "prompt" if self.in_prompt else "decode", time.monotonic()
+        try:
+            next(self._steps)
+        except StopIteration:
+            return False
+        finally:
+            self._spent_s[phase] += time.monotonic() - before
+        return True
+
+    def close(self) -> None:
+        """Free what the steps hold; safe to call twice."""
+        close = getattr(self._steps, "close", None)
+        if close is not None:
+            close()
+
+    def check_wanted(self) -> None:
+        """Raise :class:`AbandonedError` when the client has left."""
+        if self.generation.cancelled.is_set():
+            raise AbandonedError
+
+    def report(self, error: Exception | None) -> GenerationReport:
+        """What it took, with how it ended."""
+        outcome: Literal["stop", "length", "cancelled", "error"] = "error"
+        if isinstance(error, AbandonedError):
+            outcome = "cancelled"
+        elif error is None and self.finished is not None:
+            outcome = self.finished.reason
+        started = self._started_s if self._started_s is not None else time.monotonic()
+        return GenerationReport(
+            outcome=outcome,
+            workload=self.generation.workload,
+            queued_s=started - self._submitted_s,
+            prompt_s=self._spent_s["prompt"],
+            decode_s=self._spent_s["decode"],
+            first_token_s=self._first_token_s,
+            prompt_tokens=len(self.generation.tokens),
+            reused_tokens=self._reused,
+            completion_tokens=self._produced,
+        )
+
+    def _run(self, engine: Engine, conversation: Conversation) -> Iterator[None]:
+        generation = self.generation
+        tokens = generation.tokens
+        if len(tokens) >= engine.n_ctx:
+            raise ContextFullError(
+                f"a prompt of {len(tokens)} tokens leaves no room in a context of {engine.n_ctx}",
+                "shorten the conversation or start the agent with a larger --ctx",
+            )
+        room = engine.n_ctx - len(tokens)
+        with contextlib.closing(engine.sampler(generation.sampling)) as sampler:
+            self._reused = conversation.begin(tokens)
+            for start in range(self._reused, len(tokens), engine.n_batch):
+                if start > self._reused:
+                    yield
+                conversation.check_holds(start)
+                conversation.feed(tokens[start : start + engine.n_batch], "prefill")
+            # The first token is chosen in the same step: another conversation's step would take the logits' place.
+            reason: Literal["stop", "length"] = "length"
+            limit = min(generation.max_tokens or room, room)
+            for token in conversation.generate(sampler, limit):
+                self.in_prompt = False
+                self._produced += 1
+                if self._first_token_s is None:
+                    self._first_token_s = time.monotonic() - self._submitted_s
+                ends = engine.is_end(token)
+                self._emit(engine, token, b"" if ends else engine.piece(token), ends=ends)
+                if ends or self._stream.stopped:
+                    reason = "stop"
+                    break
+                yield
+        rest = self._stream.push(b"", final=True)
+        left = self._certain(final=True)
+        if rest or left:
+            generation.emit(Piece(rest, left))
+        self.finished = Finished(reason, len(tokens), self._reused, self._produced, self._stream.stop)
+
+    def _emit(self, engine: Engine, token: int, piece: bytes, *, ends: bool) -> None:
+        before = self._stream.end
+        text = self._stream.push(piece)
+        if self.generation.top_logprobs is None:
+            if text:
+                self.generation.emit(Piece(text))
+            return
+        if not ends:
+            logprobs = log_probabilities(engine.logits())
+            top = likeliest(logprobs, self.generation.top_logprobs)
+            chosen = TokenLogprob(
+                token, piece, float(logprobs[token]), tuple((one, engine.piece(one), value) for one, value in top)
+            )
+            self._uncertain.append((before, self._stream.end, chosen))
+        tokens = self._certain(final=False)
+        if text or tokens:
+            self.generation.emit(Piece(text, tokens))
+
+    def _certain(self, *, final: bool) -> tuple[TokenLogprob, ...]:
+        """Tokens whose whole text was given out; in the end also one that a stop string cut, and none beyond it."""
+        found, certain = [], self._stream.certain
+        while self._uncertain:
+            start, end, token = self._uncertain[0]
+            if end > certain and not (final and start < certain):
+                break
+            found.append(token)
+            self._uncertain.popleft()
+        return tuple(found)
