@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
 from spark_agent.server.generation import AbandonedError, BusyError
-from spark_runtime.errors import ContextFullError, GrammarError, SparkRuntimeError
+from spark_runtime.errors import ContextFullError, GrammarError, SamplingError, SparkRuntimeError
 
 __all__ = ["EXPECTED", "ApiError", "Dialect", "dialect_of", "request_id_of"]
 
@@ -65,6 +65,8 @@ class ApiError(Exception):
             return cls(400, _sentence(error), "context_length_exceeded", param="messages")
         if isinstance(error, GrammarError):
             return cls(400, _sentence(error), "grammar", param="response_format")
+        if isinstance(error, SamplingError):
+            return cls(400, _sentence(error), "sampling")
         if isinstance(error, BusyError):
             message = "too many requests are waiting; try again in a moment"
             return cls(503, message, "busy", headers={"Retry-After": "1"})

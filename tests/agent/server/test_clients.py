@@ -152,6 +152,29 @@ def test_chat_answers_in_json(clients: Clients, model: str) -> None:
     arguments_of(answer.choices[0].message.content or "")
 
 
+def test_log_probabilities(clients: Clients, model: str) -> None:
+    asked: dict[str, Any] = {"model": model, "messages": HELLO, "max_tokens": 5, "temperature": 0}
+    answer = clients.openai.chat.completions.create(**asked, logprobs=True, top_logprobs=3)
+    found = answer.choices[0].logprobs
+    assert found is not None
+    assert found.content is not None
+    assert len(found.content) == 5
+    assert "".join(each.token for each in found.content) == answer.choices[0].message.content
+    for each in found.content:
+        assert each.logprob <= 0
+        assert len(each.top_logprobs) == 3
+        assert each.top_logprobs[0].token == each.token
+        assert bytes(each.bytes or []).decode() == each.token
+    streamed = clients.openai.chat.completions.create(**asked, logprobs=True, stream=True)
+    choices = [chunk.choices[0] for chunk in streamed]
+    tokens = [each for choice in choices if choice.logprobs for each in choice.logprobs.content or []]
+    assert [each.logprob for each in tokens] == pytest.approx([each.logprob for each in found.content], abs=0.01)
+    old = clients.openai.completions.create(model=model, prompt="The", max_tokens=3, temperature=0, logprobs=2)
+    assert old.choices[0].logprobs is not None
+    assert len(old.choices[0].logprobs.tokens or []) == 3
+    assert (old.choices[0].logprobs.text_offset or [])[0] == 0
+
+
 def test_completions(clients: Clients, model: str) -> None:
     asked: dict[str, Any] = {"model": model, "prompt": "The first", "max_tokens": 6, "temperature": 0}
     answer = clients.openai.completions.create(**asked, echo=True)
