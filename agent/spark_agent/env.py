@@ -165,10 +165,10 @@ class Environment:
     no_progress: bool = False
     team_key: bytes | None = field(default=None, repr=False)
     model: str | None = None
-    api_key: str | None = field(default=None, repr=False)
     do_not_track: bool = False
     no_color: bool = False
     signing_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
 
     @classmethod
     def read(cls, mapping: Mapping[str, str] | None = None) -> Environment:

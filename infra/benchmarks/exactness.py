@@ -57,7 +57,7 @@ def engine_of(path: Path, mode: str, job: dict[str, Any], **size: int) -> Engine
 
 def results_of(path: Path, mode: str, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Every case of one mode, computed."""
-    with engine_of(path, mode, job, n_ctx=CONTEXT * SEQUENCES, n_seq_max=SEQUENCES) as engine:
+    with engine_of(path, mode, job, n_ctx=CONTEXT, n_seq_max=SEQUENCES) as engine:
         for case, run in CASES.items():
             yield result_of(engine, mode, case, run(engine, job["seed"]))
     if job["tokens"]:

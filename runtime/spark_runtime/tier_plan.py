@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from spark_runtime.buffer_sizes import HOST, buffer_sizes, needs_of
@@ -23,8 +23,11 @@ if TYPE_CHECKING:
     from spark_schemas.manifest import PlacementManifest
     from spark_schemas.model import ModelShape
 
-__all__ = ["BATCH", "TierPlan", "TierRequest", "cards", "plan_tiers", "plan_untiered"]
+__all__ = ["BATCH", "TierPlan", "TierRequest", "cards", "plan_tiers", "plan_untiered", "worthwhile_sequences"]
 
+MAX_SEQUENCES = 4
+SEQUENCE_SHARE = 0.02
+"""Of all experts' bytes, for more conversations than one: without, each turn of another computes its whole prompt."""
 BATCH = 512
 """Tokens of a prompt that are computed at once where nothing is fetched meanwhile."""
 TIERED_BATCHES = (2048, 1024, BATCH)
@@ -46,6 +49,8 @@ class TierRequest:
     n_devices: int = 0
     """Devices to spread the layers over; 0 takes every GPU, or one device over the CPU."""
     n_outputs_max: int = 1
+    n_seq_max: int = 1
+    """Conversations that the context holds at once, each of ``n_ctx`` tokens; 0: :func:`worthwhile_sequences`."""
     manifest: PlacementManifest | None = None
     """Its slots count where neither a budget nor a residency is asked for, its priors in any case."""
     frequency: Sequence[FloatArray] | None = None
@@ -65,6 +70,8 @@ class TierPlan:
     n_devices: int
     resident_share: float
     """Of the experts' bytes."""
+    n_seq_max: int = 1
+    """Conversations, as asked for or as chosen."""
 
 
 def cards() -> list[Device]:
@@ -72,17 +79,32 @@ def cards() -> list[Device]:
     return [device for device in registered_devices() if device.is_card]
 
 
+def worthwhile_sequences(context_bytes: int, unused_bytes: int, expert_bytes: int) -> int:
+    """How many conversations a context should hold, when nobody says.
+
+    As many as fit the memory that nothing else would use, or that cost at most :data:`SEQUENCE_SHARE` of the experts'
+    bytes beyond it, at most :data:`MAX_SEQUENCES`. ``context_bytes`` is what one more takes, ``unused_bytes`` what a
+    plan for one leaves, ``expert_bytes`` what all experts take.
+    """
+    affordable = unused_bytes + int(SEQUENCE_SHARE * expert_bytes)
+    return max(1, min(MAX_SEQUENCES, 1 + affordable // max(1, context_bytes)))
+
+
 def plan_tiers(model: GgufModel, shape: ModelShape, request: TierRequest) -> TierPlan:
     """Plan a load through the proxy devices.
+
+    With ``n_seq_max`` 0 it first plans for one conversation, and then for as many as are worth their bytes.
 
     Raises :class:`PlanError` with the changes that would fit, :class:`TierError` for more devices than there are, and
     what a dry load raises.
     """
+    if request.n_seq_max == 0:
+        return _with_sequences(lambda chosen: plan_tiers(model, shape, chosen), shape, request)
     host, found = probe_host(), cards()
     n_devices = request.n_devices or len(found) or 1
     proxies = [device_at(address) for address in proxy_devices(n_devices)]
     devices = _memories(proxies, host, request.budget_bytes, on_cards=bool(found))
-    measure = _measure(model, shape, [proxy.address for proxy in proxies], devices, request.n_outputs_max)
+    measure = _measure(model, shape, [proxy.address for proxy in proxies], devices, request)
     frequency = request.frequency
     if frequency is None and request.manifest is not None:
         frequency = manifest_frequency(request.manifest)
@@ -107,7 +129,7 @@ def plan_tiers(model: GgufModel, shape: ModelShape, request: TierRequest) -> Tie
     memory = _first_that_fits(plan, _batches(request, on_cards=bool(found)))
     start = None if memory.fits_entirely else _start(shape, request, frequency, memory.slots)
     resident = sum(part.experts for part in memory.devices) / shape.expert_bytes_total
-    return TierPlan(memory, start, n_devices, resident)
+    return TierPlan(memory, start, n_devices, resident, request.n_seq_max)
 
 
 def plan_untiered(model: GgufModel, shape: ModelShape, request: TierRequest) -> TierPlan:
@@ -115,16 +137,34 @@ def plan_untiered(model: GgufModel, shape: ModelShape, request: TierRequest) -> 
 
     Without a GPU there is one device, however many proxies there may be over it.
     """
+    if request.n_seq_max == 0:
+        return _with_sequences(lambda chosen: plan_untiered(model, shape, chosen), shape, request)
     host, found = probe_host(), cards()
     if found and request.n_devices > len(found):
         raise TierError(f"{request.n_devices} devices, but this machine has {len(found)}", f"use at most {len(found)}")
     chosen = found[: request.n_devices] if request.n_devices else found
     places = chosen or [device for device in registered_devices() if device.buffers == HOST]
     devices = _memories(places, host, request.budget_bytes, on_cards=bool(found))
-    measure = _measure(model, shape, [device.address for device in chosen], devices, request.n_outputs_max)
+    measure = _measure(model, shape, [device.address for device in chosen], devices, request)
     n_ubatch = min(request.n_ubatch or BATCH, request.n_ctx)
     memory = plan_whole(shape, measure, n_ctx=request.n_ctx, n_ubatch=n_ubatch, devices=devices, host=host)
-    return TierPlan(memory, None, len(places), 1.0)
+    return TierPlan(memory, None, len(places), 1.0, request.n_seq_max)
+
+
+def _with_sequences(plan: Callable[[TierRequest], TierPlan], shape: ModelShape, request: TierRequest) -> TierPlan:
+    """The plan with as many conversations as are worth their bytes; memory may hold fewer."""
+    alone = plan(replace(request, n_seq_max=1))
+    parts = list(zip(alone.memory.memory, alone.memory.devices, strict=True))
+    context_bytes = sum(part.context for _, part in parts)
+    unused = sum(max(0, memory.room_bytes - part.total) for memory, part in parts)
+    chosen = worthwhile_sequences(context_bytes, unused, shape.expert_bytes_total)
+    for n_seq_max in range(chosen, 1, -1):
+        with contextlib.suppress(PlanError):
+            several = plan(replace(request, n_seq_max=n_seq_max, n_ubatch=alone.memory.n_ubatch))
+            # More conversations are never a reason to begin tiering.
+            if several.memory.fits_entirely or not alone.memory.fits_entirely:
+                return several
+    return alone
 
 
 def _memories(
@@ -138,7 +178,11 @@ def _memories(
 
 
 def _measure(
-    model: GgufModel, shape: ModelShape, addresses: Sequence[int], devices: Sequence[DeviceMemory], n_outputs_max: int
+    model: GgufModel,
+    shape: ModelShape,
+    addresses: Sequence[int],
+    devices: Sequence[DeviceMemory],
+    request: TierRequest,
 ) -> Measure:
     def measure(n_ctx: int, n_ubatch: int) -> Needs:
         sizes = buffer_sizes(
@@ -146,7 +190,8 @@ def _measure(
             n_ctx=n_ctx,
             n_batch=min(max(n_ubatch, BATCH), n_ctx),
             n_ubatch=min(n_ubatch, n_ctx),
-            n_outputs_max=n_outputs_max,
+            n_outputs_max=request.n_outputs_max,
+            n_seq_max=request.n_seq_max,
             devices=addresses,
         )
         return needs_of(shape, sizes, [device.name for device in devices])

@@ -25,7 +25,7 @@ SIZE = ModelSize(embedding=128, width=96, latent=64)
 FLOOR = 0.0
 """As few slots as there may be: twice as many as a token selects."""
 RESIDENCIES = (1.0, 0.6, 0.31, FLOOR)
-OPTIONS: Mapping[str, Any] = {"n_batch": 24, "n_threads": 1, "n_ctx": CONTEXT * SEQUENCES, "n_seq_max": SEQUENCES}
+OPTIONS: Mapping[str, Any] = {"n_batch": 24, "n_threads": 1, "n_ctx": CONTEXT, "n_seq_max": SEQUENCES}
 
 
 def digests(engine: Engine, seed: int = 5) -> dict[str, str]:

@@ -50,8 +50,9 @@ class Prompting:
     def __init__(self, chat: ChatFormat) -> None:
         self._chat = chat
         self._format = detect(chat.template)
-        if not chat.support.tools:
-            # The template cannot describe tools, so whatever markup it mentions, ours is what is asked for.
+        self._native = chat.support.tools and self._format.name != "generic"
+        if not self._native:
+            # The template cannot describe tools, or wants calls in words that nobody here reads, so whatever markup it mentions, ours is what is asked for.
             self._format = replace(detect(None), thinking=self._format.thinking)
         chat.spell(self._format.special)
 
@@ -100,7 +101,7 @@ class Prompting:
         try:
             prompt = self._chat.prompt(
                 self._for_template(ask.messages, tools),
-                tools=[tool.declared() for tool in tools] if self._chat.support.tools else (),
+                tools=[tool.declared() for tool in tools] if self._native else (),
                 options=ask.template_options,
             )
         except ChatTemplateError as error:
@@ -109,7 +110,7 @@ class Prompting:
 
     def _for_template(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[dict[str, Any]]:
         support = self._chat.support
-        if not support.tools:
+        if not self._native:
             messages = _in_words(messages, tools)
         rendered: list[dict[str, Any]] = []
         for message in messages:

@@ -178,9 +178,10 @@ def test_a_client_that_leaves_the_line_is_never_computed(slow, until):
         with post(slow, "never wanted"):
             until(lambda: slow.worker.waiting == 1)
         assert slow.client.get("/health").json()["waiting"] == 1
-        # Left again, but in line: the next request comes after it.
+        # Left again: the line is shorter by it, before its turn comes.
+        until(lambda: slow.worker.waiting == 0)
         with post(slow, "wanted", max_tokens=1) as last:
-            until(lambda: slow.worker.waiting == 2)
+            until(lambda: slow.worker.waiting == 1)
             first.close()
             assert last.recv(15).startswith(b"HTTP/1.1 200")
     assert slow.sessions.counts_of(lineage_of([Message("user", "never wanted")])).tokens_total == 0

@@ -1,0 +1,106 @@
+"""Grammars that requests bring: followed, refused, or ended, and the next one works."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from spark_runtime.engine import Engine, EngineOptions
+from spark_runtime.errors import GrammarError, SamplingError
+from spark_runtime.logprobs import likeliest, log_probabilities
+from spark_runtime.models import demo_model_path
+from spark_runtime.sampling import Sampling
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine.load(demo_model_path(), EngineOptions(n_ctx=256, n_threads=1, count_routing=False)) as loaded:
+        yield loaded
+
+
+def answer(engine: Engine, sampling: Sampling, n: int = 40) -> str:
+    engine.prompt(engine.tokenize("How are you today?"))
+    return b"".join(map(engine.piece, engine.generate(sampling, n))).decode(errors="replace")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_an_answer_follows_its_grammar(engine: Engine, temperature: float) -> None:
+    grammar = 'root ::= "{" ws "\\"n\\": " [0-9]{1,4} "}"\nws ::= [ ]?'
+    for seed in range(3):
+        text = answer(engine, Sampling(temperature=temperature, seed=seed, grammar=grammar, presence_penalty=0.5))
+        assert re.fullmatch(r'\{ ?"n": \d{1,4}\}', text)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        "",
+        "\0",
+        "x" * 300_000,
+        'root := "a"',
+        'foo ::= "a"',
+        "root ::= missing",
+        'root ::= root "a"',
+        'root ::= e root "a" | "b"\ne ::= f\nf ::= ""',
+        "root ::= " + "(" * 100_000 + '"a"' + ")" * 100_000,
+    ],
+    ids=["empty", "zero", "large", "syntax", "no root", "undefined", "left recursion", "hidden recursion", "deep"],
+)
+def test_what_cannot_be_read_or_followed_is_refused(engine: Engine, grammar: str) -> None:
+    with pytest.raises(GrammarError):
+        answer(engine, Sampling(grammar=grammar))
+    assert answer(engine, Sampling(grammar='root ::= "yes" | "no"')) in {"yes", "no"}
+
+
+def test_a_grammar_that_ends_the_process_ends_no_other_one(engine: Engine) -> None:
+    engine.prompt(engine.tokenize("How are you today?"))
+    going_on = engine.generate(Sampling(grammar="root ::= [a-z] [a-z] [a-z] [a-z] [0-9]"), 20)
+    begun = [next(going_on)]
+    with pytest.raises(GrammarError):
+        engine.sampler(Sampling(grammar="root ::= " + "(" * 100_000))
+    text = b"".join(map(engine.piece, [*begun, *going_on])).decode()
+    assert re.fullmatch(r"[a-z]{4}\d", text)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=float("nan")),
+        Sampling(frequency_penalty=float("inf")),
+        Sampling(logit_bias=((-1, 1.0),)),
+        Sampling(logit_bias=((10**9, 1.0),)),
+        Sampling(logit_bias=((1, float("nan")),)),
+    ],
+)
+def test_parameters_that_make_no_sense(engine: Engine, sampling: Sampling) -> None:
+    with pytest.raises(SamplingError):
+        answer(engine, sampling)
+
+
+def test_biases_and_penalties_count_without_temperature(engine: Engine) -> None:
+    token = engine.tokenize("x", add_special=False)[0]
+    engine.prompt(engine.tokenize("How are you today?"))
+    assert list(engine.generate(Sampling(logit_bias=((token, 100.0),)), 4)) == [token] * 4
+    engine.prompt(engine.tokenize("How are you today?"))
+    punished = list(engine.generate(Sampling(logit_bias=((token, 100.0),), frequency_penalty=60.0), 4))
+    assert punished[0] == token
+    assert punished != [token] * 4
+
+
+@pytest.mark.parametrize("seed", [0, 2**32 - 1, 2**64 - 1])
+def test_every_seed_is_reproducible(engine: Engine, seed: int) -> None:
+    sampling = Sampling(temperature=1.5, seed=seed, top_k=50, min_p=0.01)
+    assert answer(engine, sampling) == answer(engine, sampling)
+
+
+def test_log_probabilities() -> None:
+    logits = np.array([1.0, 3.0, 3.0, -np.inf, 80.0], dtype=np.float32)
+    logprobs = log_probabilities(logits)
+    assert np.exp(logprobs).sum() == pytest.approx(1.0)
+    assert logprobs[0] == pytest.approx(-79.0)
+    assert [token for token, _ in likeliest(logprobs, 3)] == [4, 1, 2]
+    assert likeliest(logprobs, 0) == []
+    assert len(likeliest(logprobs, 20)) == 5
