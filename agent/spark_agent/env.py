@@ -146,10 +146,10 @@ VARIABLES: tuple[Variable, ...] = (
     NO_PROGRESS,
     TEAM_KEY,
     MODEL,
-    API_KEY,
     DO_NOT_TRACK,
     NO_COLOR,
     SIGNING_KEY,
+    API_KEY,
 )
 
 

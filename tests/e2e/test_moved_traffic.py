@@ -10,8 +10,8 @@ import duckdb
 import httpx
 import pytest
 
-from spark_agent.identity import session_hash
 from spark_agent.dialogue.messages import Message
+from spark_agent.identity import session_hash
 from spark_agent.server.sessions import lineage_of
 from spark_schemas.split import split_of
 
