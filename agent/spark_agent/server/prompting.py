@@ -52,7 +52,7 @@ class Prompting:
         self._format = detect(chat.template)
         self._native = chat.support.tools and self._format.name != "generic"
         if not self._native:
-            # The template cannot describe tools, or wants calls in words that nobody here reads, so whatever markup it mentions, ours is what is asked for.
+            # The template knows no tools, or wants calls in words that nobody here reads: ours are asked for.
             self._format = replace(detect(None), thinking=self._format.thinking)
         chat.spell(self._format.special)
 
