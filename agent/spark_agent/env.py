@@ -129,6 +129,14 @@ WORKLOAD_RULES = Variable(
     "Rules that give served requests a workload; by default workloads.toml in the config folder, if it is there.",
     _text,
 )
+API_KEY = Variable(
+    "SPARKMOE_API_KEY",
+    "token",
+    None,
+    "Token that requests to the agent's own server must bear; without one it listens on loopback only.",
+    _token,
+    secret=True,
+)
 DO_NOT_TRACK = Variable("DO_NOT_TRACK", "any but 0, false, no, off", False, "Upload nothing.", _do_not_track)
 NO_COLOR = Variable("NO_COLOR", "any", False, "Write without colour.", _present)
 SIGNING_KEY = Variable(
@@ -153,6 +161,7 @@ VARIABLES: tuple[Variable, ...] = (
     DO_NOT_TRACK,
     NO_COLOR,
     SIGNING_KEY,
+    API_KEY,
 )
 
 
@@ -173,6 +182,7 @@ class Environment:
     do_not_track: bool = False
     no_color: bool = False
     signing_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
 
     @classmethod
     def read(cls, mapping: Mapping[str, str] | None = None) -> Environment:
@@ -189,6 +199,7 @@ class Environment:
             model=MODEL.read(source),
             models_dir=MODELS_DIR.read(source),
             workload_rules=WORKLOAD_RULES.read(source),
+            api_key=API_KEY.read(source),
             do_not_track=DO_NOT_TRACK.read(source),
             no_color=NO_COLOR.read(source),
             signing_key=SIGNING_KEY.read(source),

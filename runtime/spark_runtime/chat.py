@@ -2,18 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from spark_runtime.engine import Engine
 from spark_runtime.errors import ChatTemplateError
 
-__all__ = ["ChatFormat"]
+__all__ = ["ChatFormat", "TemplateSupport"]
 
 _CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 """What llama.cpp assumes, too, for a model without a template."""
+
+
+_RESERVED = frozenset(
+    {
+        "add_generation_prompt", "bos_token", "eos_token", "function_call", "functions", "messages", "raise_exception",
+        "strftime_now", "tool_choice", "tools",
+    }
+)  # fmt: skip
+"""What a template is given by us, whatever options a client sends."""
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "probe_tool",
+        "description": "probe",
+        "parameters": {"type": "object", "properties": {"probe_key": {"type": "string", "description": "probe"}}},
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateSupport:
+    """What a chat template can say, found out by trying."""
+
+    tools: bool
+    """It describes tools and shows calls."""
+    object_arguments: bool
+    """A call's arguments are wanted as an object, not as JSON text."""
+    results: bool
+    """It shows messages of the role ``tool``."""
 
 
 class ChatFormat:
@@ -23,32 +55,92 @@ class ChatFormat:
         from jinja2 import TemplateError
         from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
-        self._template_error = TemplateError
+        self._errors = (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
         self._engine = engine
         self._bos = engine.special_text("bos")
+        self.template = engine.chat_template or _CHATML
+        """The template's own text."""
         try:
             self._format = Jinja2ChatFormatter(
-                template=engine.chat_template or _CHATML,
-                eos_token=engine.special_text("eos"),
-                bos_token=self._bos,
+                template=self.template, eos_token=engine.special_text("eos"), bos_token=self._bos
             )
         except TemplateError as error:
             raise ChatTemplateError(f"the model's chat template cannot be read: {error}") from error
 
-    def prompt(self, messages: Any) -> str:
-        """The prompt that asks for the next assistant message.
+    def prompt(
+        self,
+        messages: Any,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt that asks for the next assistant message; ``options`` are the template's own variables.
 
         Raises :class:`ChatTemplateError` when the template refuses, for example two user messages in a row.
         """
+        declared: Any = list(tools) or None
+        own = {name: value for name, value in (options or {}).items() if name not in _RESERVED}
         try:
-            return str(self._format(messages=list(messages)).prompt)
-        except (self._template_error, ValueError, TypeError, KeyError, AttributeError) as error:
+            return str(self._format(messages=list(messages), tools=declared, **own).prompt)
+        except (*self._errors, RecursionError) as error:
             raise ChatTemplateError(
                 f"the model's chat template rejects these messages: {error}",
                 "check the order of roles and that every content is text",
             ) from error
 
+    @cached_property
+    def support(self) -> TemplateSupport:
+        """What the template can say."""
+        asked = {"role": "user", "content": "probe"}
+        described = self._tried([asked], tools=[_PROBE_TOOL])
+        as_object = self._tried([asked, _probe_call({"probe_key": "probe_value"}), _PROBE_RESULT, asked])
+        as_text = self._tried([asked, _probe_call('{"probe_key": "probe_value"}'), _PROBE_RESULT, asked])
+        # A template that prints what it is given spells an object as Python does, and escapes a text within JSON.
+        takes_object = "probe_key" in as_object and "'probe_key'" not in as_object
+        takes_text = "probe_key" in as_text and '\\"probe_key' not in as_text
+        shown = as_text if takes_text else as_object
+        return TemplateSupport(
+            tools="probe_tool" in described and (takes_object or takes_text),
+            object_arguments=takes_object and not takes_text,
+            results="probe_result" in shown,
+        )
+
+    def _tried(self, messages: list[dict[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        try:
+            return self.prompt(messages, tools=tools)
+        except ChatTemplateError:
+            return ""
+
+    def spell(self, markers: Iterable[str]) -> None:
+        """Let control tokens among these markers be read as their text, which they otherwise do not have."""
+        for marker in markers:
+            tokens = self._engine.tokenize(marker, add_special=False, parse_special=True)
+            if len(tokens) == 1 and not self._engine.is_end(tokens[0]):
+                self._engine.spell(tokens[0], marker.encode())
+
+    def piece(self, token: int) -> bytes:
+        """Bytes of one token."""
+        return self._engine.piece(token)
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens that a conversation has room for."""
+        return self._engine.n_ctx
+
+    @property
+    def n_vocab(self) -> int:
+        """Tokens that there are."""
+        return self._engine.n_vocab
+
     def tokenize(self, prompt: str, *, starts: bool = True) -> list[int]:
         """Token ids of a prompt, or of a later part of one; a start token is added once, never twice."""
         add_special = starts and not (self._bos and prompt.startswith(self._bos))
         return self._engine.tokenize(prompt, add_special=add_special, parse_special=True)
+
+
+_PROBE_RESULT = {"role": "tool", "content": "probe_result", "tool_call_id": "probe0000", "name": "probe_tool"}
+
+
+def _probe_call(arguments: object) -> dict[str, Any]:
+    call = {"id": "probe0000", "type": "function", "function": {"name": "probe_tool", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from spark_runtime.collector import Collector
 from spark_runtime.conversation import Computing, Conversation
 from spark_runtime.devices import registered_devices
-from spark_runtime.errors import ContextFullError, InstallationError
+from spark_runtime.errors import ContextFullError, InstallationError, TierError
 from spark_runtime.gguf_file import read_gguf
 from spark_runtime.grammar import GrammarHost
 from spark_runtime.llama import LlamaContext, LoadOptions, bindings
@@ -105,6 +105,7 @@ class Engine:
         n_seq_max: int = 1,
     ) -> None:
         self.shape = shape
+        self._spelled: dict[int, bytes] = {}
         self.n_ctx = context.n_ctx
         self.n_batch = context.n_batch
         """Most tokens of one decode call."""
@@ -239,8 +240,12 @@ class Engine:
         return self._context.tokenize(text, add_special=add_special, parse_special=parse_special)
 
     def piece(self, token: int) -> bytes:
-        """Bytes of one token; a character may be spread over several."""
-        return self._context.piece(token)
+        """Bytes of one token; a character may be spread over several. Control tokens have none, unless spelled."""
+        return self._spelled.get(token) or self._context.piece(token)
+
+    def spell(self, token: int, text: bytes) -> None:
+        """Give a control token a text: that of markup which somebody reads."""
+        self._spelled[token] = text
 
     def is_end(self, token: int) -> bool:
         """Whether a token ends generation."""

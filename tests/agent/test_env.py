@@ -37,6 +37,7 @@ def test_every_value_is_read():
             "DO_NOT_TRACK": "please",
             "NO_COLOR": "0",
             "SPARKMOE_SIGNING_KEY": KEY,
+            "SPARKMOE_API_KEY": "key_1",
         }
     )
     assert found == Environment(
@@ -53,8 +54,10 @@ def test_every_value_is_read():
         True,
         True,
         KEY,
+        "key_1",
     )
     assert "spk_1" not in repr(found)
+    assert "key_1" not in repr(found)
     assert "xab" not in repr(found)
 
 

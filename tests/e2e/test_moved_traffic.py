@@ -10,8 +10,8 @@ import duckdb
 import httpx
 import pytest
 
+from spark_agent.dialogue.messages import Message
 from spark_agent.identity import session_hash
-from spark_agent.server.requests import ChatMessage
 from spark_agent.server.sessions import lineage_of
 from spark_schemas.split import split_of
 
@@ -42,7 +42,7 @@ def questions(key: bytes, side: str, count: int) -> list[str]:
     number = 0
     while len(found) < count:
         text = f"Tell me a story about the sea, number {number}."
-        if split_of(session_hash(key, lineage_of([ChatMessage(role="user", content=text)]))) == side:
+        if split_of(session_hash(key, lineage_of([Message("user", text)]))) == side:
             found.append(text)
         number += 1
     return found

@@ -143,7 +143,8 @@ def _serve(context: AgentContext, load: _Load, address: tuple[str, int], workloa
     from spark_agent.server.serve import bind, serve
     from spark_runtime.engine import Engine
 
-    with bind(*address) as listener, context.spool() as spool:
+    token = context.environment.api_key
+    with bind(*address, token=token) as listener, context.spool() as spool:
         key = context.session_key()
         planned = make_run_plan(load.file, load.shape, load.tiers, load.chosen, load.ctx)
         plan = planned.plan
@@ -170,6 +171,7 @@ def _serve(context: AgentContext, load: _Load, address: tuple[str, int], workloa
                 manifest=manifest,
                 source=load.chosen.source_of(plan),
                 describe=_describe,
+                token=token,
             )
 
 

@@ -1,20 +1,45 @@
-"""Errors as the OpenAI API spells them."""
+"""Errors, as each dialect spells them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
 
-from spark_agent.server.generation import AbandonedError
-from spark_runtime.errors import ContextFullError, SparkRuntimeError
+from spark_agent.server.generation import AbandonedError, BusyError
+from spark_runtime.errors import ContextFullError, GrammarError, SamplingError, SparkRuntimeError
 
-__all__ = ["ApiError"]
+__all__ = ["EXPECTED", "ApiError", "Dialect", "dialect_of", "request_id_of"]
+
+Dialect = Literal["openai", "anthropic"]
+EXPECTED = (SparkRuntimeError, AbandonedError, BusyError)
+"""What may happen without being a bug."""
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def dialect_of(scope: Scope) -> Dialect:
+    """Whose words a request speaks, told from its path, or from the header that only one client sends."""
+    names = {name.lower() for name, _ in scope["headers"]}
+    anthropic = scope["path"].startswith("/v1/messages") or b"anthropic-version" in names
+    return "anthropic" if anthropic else "openai"
+
+
+def request_id_of(scope: Scope) -> str | None:
+    """The id that every answer to this request bears."""
+    return scope.get("spark.request_id")
 
 
 class ApiError(Exception):
-    """An answer in the OpenAI error shape."""
+    """A failure with its HTTP status; ``param`` is the field at fault, ``code`` a word for programs."""
 
     def __init__(
         self,
@@ -34,22 +59,35 @@ class ApiError(Exception):
     @classmethod
     def of(cls, error: Exception) -> ApiError:
         """What a client is told of a failure; nothing of a bug but that it was one."""
+        if isinstance(error, ApiError):
+            return error
         if isinstance(error, ContextFullError):
             return cls(400, _sentence(error), "context_length_exceeded", param="messages")
+        if isinstance(error, GrammarError):
+            return cls(400, _sentence(error), "grammar", param="response_format")
+        if isinstance(error, SamplingError):
+            return cls(400, _sentence(error), "sampling")
+        if isinstance(error, BusyError):
+            message = "too many requests are waiting; try again in a moment"
+            return cls(503, message, "busy", headers={"Retry-After": "1"})
         if isinstance(error, AbandonedError):
             return cls(503, "the agent is shutting down", "shutting_down")
         if isinstance(error, SparkRuntimeError):
             return cls(500, _sentence(error), "engine")
         return cls(500, "an error inside the agent; see its log", "internal")
 
-    def body(self) -> dict[str, Any]:
+    def body(self, dialect: Dialect = "openai", request_id: str | None = None) -> dict[str, Any]:
         """The JSON object."""
+        if dialect == "anthropic":
+            kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+            return {"type": "error", "error": {"type": kind, "message": str(self)}, "request_id": request_id}
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
-        """The whole answer."""
-        return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
+    def response(self, scope: Scope) -> Response:
+        """The whole answer to a request."""
+        body = self.body(dialect_of(scope), request_id_of(scope))
+        return JSONResponse(body, status_code=self.status, headers=self.headers)
 
 
 def _sentence(error: SparkRuntimeError) -> str:

@@ -1,4 +1,4 @@
-"""OpenAI chat completion requests, as far as this server honours them.
+"""What requests of all dialects share.
 
 What a client sends for other servers (unknown fields) is ignored, as the API's own servers do; what would change the
 answer and is not supported is refused by name, never silently dropped. ``null`` is the same as leaving a field out,
@@ -7,109 +7,72 @@ because clients send it.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import re
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
-from spark_runtime.sampling import Sampling
+from spark_agent.dialogue.call_grammar import check_tool
+from spark_agent.dialogue.json_grammar import SchemaError
+from spark_agent.dialogue.messages import Tool
+from spark_agent.server.api_error import ApiError
 
-__all__ = ["ChatMessage", "ChatRequest", "StreamOptions", "TextPart", "first_fault"]
+__all__ = ["ApiModel", "Sampled", "StreamOptions", "first_fault", "refuse", "string_or_list", "tools_of"]
 
-Role = Literal["system", "developer", "user", "assistant", "tool"]
-_STRING, _LIST = "<string>", "<list>"
+STRING, LIST = "<string>", "<list>"
+MAX_TOOLS = 512
+_TOOL_NAME = re.compile(r"[a-zA-Z0-9_.:-]{1,128}")
+_HIDDEN = re.compile(r"<.*>|function-.*|is-instance.*")
+"""Names of union members, which are ours and no part of the request."""
 
 
-class _Request(BaseModel):
+class ApiModel(BaseModel):
+    """A part of a request."""
+
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
-class TextPart(_Request):
-    """A part of a message's content; only text."""
-
-    type: Literal["text"]
-    text: str
+def string_or_list(value: object) -> str:
+    """Which of the two a value is meant to be."""
+    return LIST if isinstance(value, list) else STRING
 
 
-def _string_or_list(value: object) -> str:
-    return _LIST if isinstance(value, list) else _STRING
-
-
-def _refuse(value: object) -> object:
+def refuse(value: object) -> object:
+    """Refuse what is not empty; as a validator."""
     if value:
         raise ValueError("not supported by this version")
     return value
 
 
-class ChatMessage(_Request):
-    """One message."""
-
-    role: Role
-    content: Annotated[
-        Annotated[str, Tag(_STRING)] | Annotated[list[TextPart], Tag(_LIST)], Discriminator(_string_or_list)
-    ]
-    tool_calls: Any = None
-    function_call: Any = None
-
-    _refused = field_validator("tool_calls", "function_call")(_refuse)
-
-    @property
-    def text(self) -> str:
-        """The content as one string."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-
-    def for_template(self) -> dict[str, str]:
-        """The message as chat templates expect it: ``developer`` is the newer name of ``system``."""
-        return {"role": "system" if self.role == "developer" else self.role, "content": self.text}
-
-
-class StreamOptions(_Request):
+class StreamOptions(ApiModel):
     """Options of a streamed answer."""
 
     include_usage: bool | None = None
 
 
-class ChatRequest(_Request):
-    """Body of ``POST /v1/chat/completions``."""
+class Sampled(ApiModel):
+    """What OpenAI's chat and completions share."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = None
     seed: int | None = None
     stop: (
         Annotated[
-            Annotated[str, Tag(_STRING)] | Annotated[list[str], Field(max_length=4), Tag(_LIST)],
-            Discriminator(_string_or_list),
+            Annotated[str, Tag(STRING)] | Annotated[list[str], Field(max_length=16), Tag(LIST)],
+            Discriminator(string_or_list),
         ]
         | None
     ) = None
     n: Annotated[int, Field(ge=1, le=1)] | None = None
-    # Refused by name: an answer without them would look right and be wrong.
-    tools: Any = None
-    functions: Any = None
-    logprobs: Any = None
-    logit_bias: Any = None
-    response_format: Any = None
-    frequency_penalty: Any = None
-    presence_penalty: Any = None
-
-    _refused = field_validator("tools", "functions", "logprobs", "logit_bias", "frequency_penalty", "presence_penalty")(
-        _refuse
-    )
-
-    @field_validator("response_format")
-    @classmethod
-    def _only_text(cls, value: object) -> object:
-        return _refuse(None if value == {"type": "text"} else value)
-
-    @property
-    def token_limit(self) -> int | None:
-        """Most tokens to generate; ``None`` leaves it to the context."""
-        return self.max_completion_tokens or self.max_tokens
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -123,13 +86,52 @@ class ChatRequest(_Request):
         """Whether a streamed answer ends with its usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def sampling(self) -> Sampling:
-        """Sampling parameters; the API's default temperature is 1."""
-        return Sampling(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            seed=self.seed,
-        )
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """``logit_bias`` by token id; raise :class:`ApiError` for keys that are none."""
+        found = []
+        for key, bias in (self.logit_bias or {}).items():
+            if not (key.isascii() and key.isdigit() and len(key) < 10):
+                raise ApiError(
+                    400, f"logit_bias: found {key[:40]!r}, expected token ids", "invalid_request", param="logit_bias"
+                )
+            found.append((int(key), bias))
+        return tuple(found)
+
+
+class _Function(ApiModel):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+def tools_of(functions: list[tuple[str, Any]]) -> tuple[Tool, ...]:
+    """Tools from ``(where, {name, description, parameters, strict})``; raise :class:`ApiError` that names the tool."""
+    if len(functions) > MAX_TOOLS:
+        raise ApiError(400, f"tools: found {len(functions)}, expected at most {MAX_TOOLS}", "invalid_request")
+    tools: dict[str, Tool] = {}
+    for where, value in functions:
+        name = value.get("name") if isinstance(value, dict) else None
+        shown = f"{where} ({name[:130]})" if isinstance(name, str) else where
+        try:
+            function = _Function.model_validate(value)
+            if not _TOOL_NAME.fullmatch(function.name):
+                raise SchemaError("name: expected letters, digits, '_', '-', '.' or ':', at most 128")
+            if function.name in tools:
+                raise SchemaError("name: another tool has it")
+            tool = Tool(function.name, function.description or "", function.parameters or {}, bool(function.strict))
+            check_tool(tool)
+        except ValidationError as error:
+            field, reason = first_fault(error)
+            raise _broken(shown, f"{field or 'tool'}: {reason}", where) from error
+        except SchemaError as error:
+            raise _broken(shown, str(error).replace("schema", "parameters", 1), where) from error
+        tools[tool.name] = tool
+    return tuple(tools.values())
+
+
+def _broken(shown: str, reason: str, where: str) -> ApiError:
+    return ApiError(400, f"{shown}: {reason}", "invalid_tool", param=where)
 
 
 def first_fault(error: ValidationError) -> tuple[str | None, str]:
@@ -139,6 +141,6 @@ def first_fault(error: ValidationError) -> tuple[str | None, str]:
     for part in fault["loc"]:
         if isinstance(part, int):
             where += f"[{part}]"
-        elif part not in {_STRING, _LIST}:
+        elif not _HIDDEN.fullmatch(part):
             where += f".{part}" if where else part
     return where or None, fault["msg"].removeprefix("Value error, ")

@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -60,21 +60,21 @@ _CUT_OFF_S = 30
 
 
 @contextmanager
-def bind(host: str, port: int) -> Iterator[socket.socket]:
-    """A listening socket on loopback; port 0 takes a free one.
+def bind(host: str, port: int, *, token: str | None = None) -> Iterator[socket.socket]:
+    """A listening socket; port 0 takes a free one.
 
-    Raises :class:`RefusedError` for any other address (the API has no tokens yet), :class:`SparkError` when the port
-    is taken.
+    Raises :class:`RefusedError` for an address that others reach where no ``token`` keeps them out,
+    :class:`SparkError` when the port is taken.
     """
     name = "127.0.0.1" if host == "localhost" else host
     try:
         address = ipaddress.ip_address(name)
     except ValueError as error:
         raise UsageError(f"--host: found {host!r}, expected an IP address or localhost", "e.g. 127.0.0.1") from error
-    if not address.is_loopback:
+    if not address.is_loopback and token is None:
         raise RefusedError(
             f"refusing to listen on {host}: anyone who reaches it could use this model and read its answers",
-            "listen on 127.0.0.1, and reach it from elsewhere through ssh -L",
+            "set SPARKMOE_API_KEY, which requests then need as a token, or listen on 127.0.0.1 and use ssh -L",
         )
     with contextlib.ExitStack() as opened:
         try:
@@ -114,13 +114,14 @@ def serve(
     source: PlacementSource,
     describe: Callable[[dict[str, Any]], str],
     token: str | None = None,
+    aliases: Sequence[str] = (),
 ) -> None:
     """Serve until SIGINT or SIGTERM; then finish, keep all counts, and return. ``key`` is that of session hashes.
 
     ``resident_share`` of the experts' bytes is in slots; it is told with the counters. ``manifest`` is what the slots
     were started from, and ``source`` where it came from. ``workload`` is that of requests which neither a header nor a
-    rule labels; ``token`` is what the API asks for, kept for ``spark-agent ps``. A second signal ends what runs at
-    once, a third one the process.
+    rule labels. Requests need the ``token`` if there is one, which is kept for ``spark-agent ps``; ``aliases`` are
+    further names of the model. A second signal ends what runs at once, a third one the process.
     """
     own = OwnSessions(engine.shape, context.output.warning)
     workloads = Workloads(_rules_path(context), context.output.warning)
@@ -198,6 +199,8 @@ def serve(
         lineage_of=Conversations().lineage_of,
         workload_of=workloads,
         extra_routes=[metrics_route(Metrics(state)), *placement_routes(placement)],
+        token=token,
+        aliases=aliases,
     )
     observed = Observed(app, app.routes, activity)
     config = uvicorn.Config(observed, log_level="warning", timeout_graceful_shutdown=_CUT_OFF_S, server_header=False)

@@ -15,13 +15,13 @@ import httpx
 import pytest
 
 from spark_agent.config import Config, Consent, save_config
+from spark_agent.dialogue.messages import Message
 from spark_agent.formats.hints import Hints
 from spark_agent.formats.profile import save_profile
 from spark_agent.formats.registry import import_file
 from spark_agent.identity import session_hash
 from spark_agent.manifests import ManifestStore, PullKey
 from spark_agent.paths import config_path, local_key_path, manifests_dir, spool_path, state_dir
-from spark_agent.server.requests import ChatMessage
 from spark_agent.server.serve import bind
 from spark_agent.server.sessions import lineage_of
 from spark_runtime.model_shape import read_model_shape
@@ -179,7 +179,7 @@ def test_a_signal_ends_it_and_keeps_the_counts(number, kept):
     (row,) = kept()
     assert row.workload == "review"
     assert row.tokens >= reply.json()["usage"]["prompt_tokens"]
-    assert row.session_hash == session_hash(KEY, lineage_of([ChatMessage(role="user", content=text)]))
+    assert row.session_hash == session_hash(KEY, lineage_of([Message("user", text)]))
 
 
 def test_a_signal_ends_it_in_the_middle_of_an_answer(kept, monkeypatch):

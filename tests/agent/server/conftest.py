@@ -69,8 +69,12 @@ def serving(
     refuse: Callable[[], Exception | None] = lambda: None,
     tier: TierStart | None = None,
     repack: bool = True,
+    **options: Any,
 ) -> Iterator[Agent]:
-    """Serve while the block runs. ``refuse`` gives the error with which counts are not taken, if any."""
+    """Serve while the block runs. ``refuse`` gives the error with which counts are not taken, if any.
+
+    ``options`` are further arguments of the application.
+    """
     kept: list[tuple[str, SessionCounts]] = []
     complaints: list[Exception] = []
 
@@ -94,6 +98,7 @@ def serving(
             model="nano",
             health={"fingerprint": engine.shape.fingerprint},
             stats=lambda: tier_stats(engine, 0.6),
+            **options,
         )
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from spark_agent.dialogue.messages import Message
 from spark_agent.server import worker
-from spark_agent.server.app import MAX_BODY_BYTES
-from spark_agent.server.requests import ChatMessage
+from spark_agent.server.body import MAX_BODY_BYTES
 from spark_agent.server.sessions import lineage_of
 from spark_runtime.conversation import Conversation
 from spark_runtime.errors import DecodeError
@@ -67,10 +67,10 @@ def test_a_body_that_is_no_request(agent, body):
 
 
 def test_an_unsupported_parameter_is_named(agent):
-    reply = agent.chat(tools=[{"type": "function"}])
+    reply = agent.chat(functions=[{"name": "x"}])
     assert reply.status_code == 400
     error = error_of(reply)
-    assert error["param"] == "tools"
+    assert error["param"] == "functions"
     assert "not supported" in error["message"]
 
 
@@ -102,7 +102,7 @@ def test_a_huge_body_is_refused_before_it_is_sent(agent):
 
 
 def test_a_body_of_unknown_length_is_bounded_too(agent, monkeypatch):
-    monkeypatch.setattr("spark_agent.server.app.MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr("spark_agent.server.body.MAX_BODY_BYTES", 1000)
     assert agent.client.post(CHAT, content=iter([b"x" * 600, b"x" * 600])).status_code == 413
     assert agent.client.get("/health").status_code == 200
 
@@ -146,7 +146,7 @@ def slow(agent, monkeypatch):
 
 
 def decoded(agent, text: str) -> int:
-    return agent.sessions.counts_of(lineage_of([ChatMessage(role="user", content=text)])).tokens["decode"]
+    return agent.sessions.counts_of(lineage_of([Message("user", text)])).tokens["decode"]
 
 
 def post(agent, text: str, **members: object) -> socket.socket:
@@ -185,7 +185,7 @@ def test_a_client_that_leaves_the_line_is_never_computed(slow, until):
             until(lambda: slow.worker.waiting == 1)
             first.close()
             assert last.recv(15).startswith(b"HTTP/1.1 200")
-    assert slow.sessions.counts_of(lineage_of([ChatMessage(role="user", content="never wanted")])).tokens_total == 0
+    assert slow.sessions.counts_of(lineage_of([Message("user", "never wanted")])).tokens_total == 0
 
 
 def test_a_client_that_leaves_while_sending_is_no_error(agent, caplog):

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spark_agent.dialogue.messages import Message
 from spark_agent.errors import SpoolFullError
 from spark_agent.identity import session_hash
-from spark_agent.server.requests import ChatMessage
 from spark_agent.server.sessions import IDLE_S, MAX_KEPT, MAX_OPEN, LiveSessions, lineage_of
 from spark_agent.spool import Spool
 from spark_agent.transcripts.lineage import conversation_lineage
@@ -31,8 +31,8 @@ SHAPE = ModelShape(
 LONG = "Please write a function that reads a file of timestamps and returns the mean pause between them. " * 2
 
 
-def messages(*turns: tuple[str, str]) -> list[ChatMessage]:
-    return [ChatMessage(role=role, content=text) for role, text in turns]
+def messages(*turns: tuple[str, str]) -> list[Message]:
+    return [Message(role, text) for role, text in turns]
 
 
 def test_continued_forked_and_resumed_conversations_are_one_session():

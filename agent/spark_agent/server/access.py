@@ -1,0 +1,87 @@
+"""Who is answered: without a token only programs of this machine, with one whoever bears it.
+
+Also gives every request the id that its answer bears.
+"""
+
+from __future__ import annotations
+
+import hmac
+import uuid
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from spark_agent.server.api_error import ApiError
+from spark_agent.service_url import is_loopback
+
+__all__ = ["Access"]
+
+_OPEN = frozenset({"/health"})
+"""Probes have no token."""
+
+
+class Access:
+    """Refuses who may not ask.
+
+    Without a token, a foreign web page could make a browser of this machine ask: one that rebinds its own name to
+    127.0.0.1 still sends that name as ``Host``, one that posts here across sites sends its ``Origin``. No page knows
+    the token, so with one these do not matter.
+    """
+
+    def __init__(self, app: ASGIApp, token: str | None = None) -> None:
+        self._app = app
+        self._token = None if token is None else token.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on what may be asked."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = f"req_{uuid.uuid4().hex}"
+        scope["spark.request_id"] = request_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                # Anthropic's clients read the one, OpenAI's the other.
+                headers["request-id"] = headers["x-request-id"] = request_id
+            await send(message)
+
+        refusal = self._refusal(scope["path"], Headers(scope=scope))
+        if refusal is not None:
+            await refusal.response(scope)(scope, receive, send_with_id)
+            return
+        await self._app(scope, receive, send_with_id)
+
+    def _refusal(self, path: str, headers: Headers) -> ApiError | None:
+        if self._token is not None:
+            if path in _OPEN or any(hmac.compare_digest(given, self._token) for given in _tokens(headers)):
+                return None
+            return ApiError(
+                401,
+                "a token is needed: send it as `Authorization: Bearer TOKEN` or `x-api-key: TOKEN`",
+                "invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        if not _is_local(f"//{headers.get('host', '')}"):
+            message = "only requests to a loopback address are answered: use http://127.0.0.1 or http://localhost"
+            return ApiError(403, message, "not_local")
+        origin = headers.get("origin")
+        if origin is not None and not _is_local(origin):
+            return ApiError(403, "only web pages of this machine are answered", "not_local")
+        return None
+
+
+def _tokens(headers: Headers) -> list[bytes]:
+    """What may be the token; a tool that has two keys sends both."""
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    found = [bearer.strip()] if scheme.lower() == "bearer" else []
+    return [text.encode("latin-1", "replace") for text in [*found, headers.get("x-api-key", "")] if text]
+
+
+def _is_local(url: str) -> bool:
+    try:
+        return is_loopback(url) and urlsplit(url).username is None
+    except ValueError:
+        return False

@@ -1,0 +1,182 @@
+"""``POST /v1/messages`` and ``/v1/messages/count_tokens``: what they take."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from spark_agent.dialogue.messages import Message, ToolCall, ToolChoice
+from spark_agent.server.api_error import ApiError
+from spark_agent.server.exchange import Ask
+from spark_agent.server.requests import ApiModel, tools_of
+from spark_runtime.sampling import Sampling
+
+__all__ = ["CountRequest", "MessagesRequest"]
+
+
+class _Message(ApiModel):
+    role: Literal["user", "assistant", "system"]
+    content: Any
+
+
+class _Thinking(ApiModel):
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class CountRequest(ApiModel):
+    """The body of a count: all that decides the prompt."""
+
+    model: str | None = None
+    messages: Annotated[list[_Message], Field(min_length=1)]
+    system: Any = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    thinking: _Thinking | None = None
+
+    def ask(self) -> Ask:
+        """What is asked for; raise :class:`ApiError`."""
+        names: dict[str, str] = {}
+        messages: list[Message] = []
+        if self.system:
+            messages.append(Message("system", _text(self.system, "system")))
+        for at, message in enumerate(self.messages):
+            messages += _neutral(message, f"messages[{at}]", names)
+        tools = tools_of([_tool(f"tools[{at}]", value) for at, value in enumerate(self.tools or ())])
+        prefill = None
+        if messages[-1].role == "assistant" and not messages[-1].calls:
+            prefill = messages.pop().text
+        if not messages:
+            raise _invalid("messages: expected a message of user", "messages")
+        options = {} if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
+        return Ask(
+            sampling=self.sampling(),
+            messages=tuple(messages),
+            tools=tools,
+            choice=_choice(self.tool_choice, {tool.name for tool in tools}),
+            template_options=options,
+            prefill=prefill,
+        )
+
+    def sampling(self) -> Sampling:
+        """Sampling parameters; none decide a count."""
+        return Sampling()
+
+
+class MessagesRequest(CountRequest):
+    """The body of a request for an answer."""
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    stream: bool | None = None
+    stop_sequences: Annotated[list[str], Field(max_length=64)] | None = None
+    temperature: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    metadata: dict[str, Any] | None = None
+
+    def ask(self) -> Ask:
+        """What is asked for; raise :class:`ApiError`."""
+        return replace(super().ask(), max_tokens=self.max_tokens, stops=tuple(self.stop_sequences or ()))
+
+    def sampling(self) -> Sampling:
+        """Sampling parameters; the API's default temperature is 1."""
+        return Sampling(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=self.top_k or 0,
+        )
+
+
+def _invalid(message: str, where: str) -> ApiError:
+    return ApiError(400, message, "invalid_request", param=where)
+
+
+def _text(content: Any, where: str) -> str:
+    """A text, or blocks of text; those of files are refused by name."""
+    if isinstance(content, str):
+        return content
+    return "".join(_block_text(block, f"{where}[{at}]") for at, block in enumerate(_blocks(content, where)))
+
+
+def _blocks(content: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
+        raise _invalid(f"{where}: expected a text or a list of blocks", where)
+    return content
+
+
+def _block_text(block: dict[str, Any], where: str) -> str:
+    kind = block.get("type")
+    if kind in {"image", "document"}:
+        raise _invalid(f"{where}: {kind} is not supported: this server reads text only", where)
+    if kind != "text" or not isinstance(block.get("text"), str):
+        raise _invalid(f"{where}: found type {kind!r}, expected a block of text", where)
+    return str(block["text"])
+
+
+def _neutral(message: _Message, where: str, names: dict[str, str]) -> list[Message]:
+    """One message as several: what tools returned are messages of their own, before the text beside them."""
+    where += ".content"
+    if isinstance(message.content, str):
+        return [Message(message.role, message.content)]
+    text, thought, calls, results = "", "", [], []
+    for at, block in enumerate(_blocks(message.content, where)):
+        here = f"{where}[{at}]"
+        kind = block.get("type")
+        if kind == "tool_use" and message.role == "assistant":
+            calls.append(_call(block, here, names))
+        elif kind == "tool_result" and message.role == "user":
+            results.append(_result(block, here, names))
+        elif kind == "thinking" and message.role == "assistant":
+            thought += str(block.get("thinking") or "")
+        elif kind != "redacted_thinking":
+            text += _block_text(block, here)
+    if results and not text:
+        return results
+    return [*results, Message(message.role, text, thought, tuple(calls))]
+
+
+def _call(block: dict[str, Any], where: str, names: dict[str, str]) -> ToolCall:
+    identifier, name, value = block.get("id"), block.get("name"), block.get("input", {})
+    if not isinstance(identifier, str) or not isinstance(name, str) or not isinstance(value, dict):
+        raise _invalid(f"{where}: expected id, name and an object as input", where)
+    names[identifier] = name
+    return ToolCall(identifier, name, json.dumps(value, ensure_ascii=False))
+
+
+def _result(block: dict[str, Any], where: str, names: dict[str, str]) -> Message:
+    identifier = block.get("tool_use_id")
+    if not isinstance(identifier, str):
+        raise _invalid(f"{where}.tool_use_id: expected the id of a tool_use block", where)
+    text = _text(block.get("content") or "", f"{where}.content")
+    if block.get("is_error") is True:
+        text = f"Error: {text}"
+    return Message("tool", text, call_id=identifier, name=names.get(identifier))
+
+
+def _tool(where: str, value: Any) -> tuple[str, Any]:
+    if not isinstance(value, dict):
+        return where, value
+    kind = value.get("type", "custom")
+    if kind not in (None, "custom"):
+        name = value.get("name")
+        message = f"{where} ({name}): found type {kind!r}, which only Anthropic's servers run; expected 'custom'"
+        raise ApiError(400, message, "invalid_tool", param=where)
+    function = {"name": value.get("name"), "parameters": value.get("input_schema")}
+    return where, {**function, "description": value.get("description")}
+
+
+def _choice(value: Any, tools: set[str]) -> ToolChoice:
+    if value is None:
+        return ToolChoice()
+    kind = value.get("type") if isinstance(value, dict) else None
+    several = not (isinstance(value, dict) and value.get("disable_parallel_tool_use") is True)
+    if kind in ("auto", "none"):
+        return ToolChoice(kind, parallel=several)
+    if kind == "any":
+        return ToolChoice("required", parallel=several)
+    if kind == "tool" and value.get("name") in tools:
+        return ToolChoice("required", value["name"], parallel=False)
+    message = "tool_choice: expected the type auto, any, none, or tool with the name of one of the tools"
+    raise _invalid(message, "tool_choice")

@@ -1,0 +1,195 @@
+"""The middle of every dialect: what is asked becomes a generation, and the generation's output becomes events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from starlette.concurrency import run_in_threadpool
+
+from spark_agent.dialogue.events import Call, Event
+from spark_agent.dialogue.messages import Message, Tool, ToolChoice
+from spark_agent.dialogue.output_parser import OutputParser, PlainParser
+from spark_agent.server.api_error import ApiError
+from spark_agent.server.generation import Finished, Generation, Piece, TokenLogprob
+from spark_agent.server.prompting import Prompting
+from spark_agent.server.worker import Worker
+from spark_runtime.sampling import Sampling
+
+__all__ = ["Answering", "Ask", "Ended", "Exchange", "Idle", "LineageOf", "Output", "Said", "WorkloadOf"]
+
+LineageOf = Callable[[Sequence[Message]], str]
+WorkloadOf = Callable[[Mapping[str, str], Sequence[Message], str | None], str | None]
+IDLE_S = 10.0
+"""How long a stream may be silent: what stands between client and server closes connections that say nothing."""
+FIRST_WAIT_S = 5.0
+"""How long a stream's status waits for the first event, which decides it; later failures are events."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a request asks for, in no dialect."""
+
+    sampling: Sampling
+    messages: tuple[Message, ...] = ()
+    raw: str | tuple[int, ...] | None = None
+    """A prompt as it is, instead of messages."""
+    tools: tuple[Tool, ...] = ()
+    choice: ToolChoice = field(default_factory=ToolChoice)
+    max_tokens: int | None = None
+    stops: tuple[str, ...] = ()
+    top_logprobs: int | None = None
+    schema: object | None = None
+    """The answer is JSON of this schema."""
+    schema_strict: bool = False
+    reasoning_in_text: bool = False
+    """Leave the model's reasoning, and its tags, in the answer."""
+    template_options: dict[str, Any] = field(default_factory=dict)
+    prefill: str | None = None
+    """The answer begins with this, and goes on after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What the model said by now, and the tokens that it took, where log probabilities are asked for."""
+
+    events: list[Event]
+    tokens: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """Nothing happened for a while."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How it ended."""
+
+    reason: Literal["stop", "length", "tool_calls"]
+    finished: Finished
+
+
+Output = Said | Idle | Ended
+
+
+class Answering:
+    """One generation's output; the caller goes through it once."""
+
+    def __init__(self, generation: Generation, parser: OutputParser, *, parallel: bool) -> None:
+        self._generation = generation
+        self._parser = parser
+        self._parallel = parallel
+        self._results = generation.results()
+        self._next: asyncio.Task[Piece | Finished] | None = None
+        self._calls = 0
+        self.prompt_tokens: tuple[int, ...] = tuple(generation.tokens)
+
+    def cancel(self) -> None:
+        """Stop computing."""
+        self._generation.cancelled.set()
+
+    async def close(self) -> None:
+        """Stop computing, and let go of what waits for it."""
+        self.cancel()
+        if self._next is not None:
+            self._next.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await self._next
+            self._next = None
+
+    async def wait(self, limit_s: float) -> bool:
+        """Whether there is an event within the limit; raises what the engine raised instead of the first event."""
+        task = self._pending()
+        await asyncio.wait({task}, timeout=limit_s)
+        if task.done():
+            task.result()
+        return task.done()
+
+    def _pending(self) -> asyncio.Task[Piece | Finished]:
+        if self._next is None:
+            self._next = asyncio.ensure_future(anext(self._results))
+        return self._next
+
+    async def outputs(self) -> AsyncIterator[Output]:
+        """Everything until the end; raises what the engine raised."""
+        try:
+            while True:
+                if not await self.wait(IDLE_S):
+                    yield Idle()
+                    continue
+                event, self._next = self._pending().result(), None
+                if isinstance(event, Finished):
+                    rest = self._wanted(self._parser.end())
+                    if rest:
+                        yield Said(rest)
+                    reason = "tool_calls" if self._calls and event.reason == "stop" else event.reason
+                    yield Ended(reason, event)
+                    return
+                said = self._wanted(self._parser.push(event.text))
+                if said or event.tokens:
+                    yield Said(said, event.tokens)
+        finally:
+            await self.close()
+
+    async def whole(self) -> tuple[list[Event], list[TokenLogprob], Ended]:
+        """Everything at once."""
+        events: list[Event] = []
+        tokens: list[TokenLogprob] = []
+        async for output in self.outputs():
+            if isinstance(output, Ended):
+                return events, tokens, output
+            if isinstance(output, Said):
+                events.extend(output.events)
+                tokens.extend(output.tokens)
+        raise RuntimeError("the generation ended without a result")
+
+    def _wanted(self, events: list[Event]) -> list[Event]:
+        """Without what follows the first call, where only one is wanted."""
+        wanted: list[Event] = []
+        for event in events:
+            if self._calls and not self._parallel:
+                break
+            self._calls += isinstance(event, Call)
+            wanted.append(event)
+        return wanted
+
+
+class Exchange:
+    """Puts what is asked in line."""
+
+    def __init__(self, worker: Worker, prompting: Prompting, lineage_of: LineageOf, workload_of: WorkloadOf) -> None:
+        self._worker = worker
+        self._prompting = prompting
+        self._lineage_of = lineage_of
+        self._workload_of = workload_of
+
+    async def count(self, ask: Ask) -> int:
+        """Tokens of a prompt."""
+        prepared = await run_in_threadpool(self._prompting.prepare, ask)
+        return len(prepared.tokens)
+
+    async def start(self, ask: Ask, headers: Mapping[str, str], model: str | None) -> Answering:
+        """Submit it; raise :class:`ApiError` for what cannot be asked of this model. ``model`` as it was named."""
+        messages = ask.messages or (Message("user", ask.raw if isinstance(ask.raw, str) else ""),)
+        workload = self._workload_of(headers, messages, model)
+        # A long conversation takes a while to tokenise, and others are being answered meanwhile.
+        prepared = await run_in_threadpool(self._prompting.prepare, ask)
+        generation = Generation(
+            lineage=await run_in_threadpool(self._lineage_of, messages),
+            tokens=list(prepared.tokens),
+            sampling=replace(ask.sampling, grammar=prepared.grammar),
+            max_tokens=ask.max_tokens,
+            stops=ask.stops,
+            top_logprobs=ask.top_logprobs,
+            workload=workload,
+        )
+        try:
+            self._worker.submit(generation)
+        except Exception as error:
+            raise ApiError.of(error) from error
+        parser = prepared.parser or PlainParser()
+        return Answering(generation, parser, parallel=ask.choice.parallel)

@@ -1,0 +1,192 @@
+"""From messages and tools to a prompt in the model's own words, and to what reads its output."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from spark_agent.dialogue.call_format import load_json
+from spark_agent.dialogue.call_grammar import answer_grammar, call_grammar
+from spark_agent.dialogue.detection import detect
+from spark_agent.dialogue.harmony import HarmonyParser
+from spark_agent.dialogue.json_grammar import SchemaError
+from spark_agent.dialogue.messages import Message, Tool, ToolCall
+from spark_agent.dialogue.output_parser import OutputParser, TaggedParser
+from spark_agent.server.api_error import ApiError
+from spark_runtime.chat import ChatFormat
+from spark_runtime.errors import ChatTemplateError
+
+if TYPE_CHECKING:
+    from spark_agent.server.exchange import Ask
+
+__all__ = ["Prepared", "Prompting"]
+
+_INSTRUCTIONS = """You can call functions. Their JSON schemas:
+<tools>
+{tools}
+</tools>
+To call one, write a JSON object with its name and arguments between tags:
+<tool_call>
+{{"name": NAME, "arguments": {{...}}}}
+</tool_call>"""
+"""What a model is told whose template knows no tools."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request as the engine takes it."""
+
+    tokens: tuple[int, ...]
+    grammar: str | None
+    parser: OutputParser | None
+    """``None``: all output is text."""
+
+
+class Prompting:
+    """A model's way to be asked and to answer."""
+
+    def __init__(self, chat: ChatFormat) -> None:
+        self._chat = chat
+        self._format = detect(chat.template)
+        self._native = chat.support.tools and self._format.name != "generic"
+        if not self._native:
+            # The template knows no tools, or wants calls in words that nobody here reads: ours are asked for.
+            self._format = replace(detect(None), thinking=self._format.thinking)
+        chat.spell(self._format.special)
+
+    @property
+    def tool_format(self) -> str:
+        """The name of the format that calls are read in."""
+        return self._format.name
+
+    def prepare(self, ask: Ask) -> Prepared:
+        """Render, tokenise and check; raise :class:`ApiError`. May take a while."""
+        self._check_biases(ask)
+        if ask.raw is not None:
+            tokens = self._chat.tokenize(ask.raw) if isinstance(ask.raw, str) else list(ask.raw)
+            return self._fitting(tokens, self._answer_grammar(ask, ""), None)
+        tools = ask.tools if ask.choice.mode != "none" else ()
+        prompt = self._rendered(ask, tools)
+        tokens = self._chat.tokenize(prompt)
+        grammar = self._grammar(ask, tools, prompt)
+        return self._fitting(tokens, grammar, self._parser(ask, tools, prompt))
+
+    def _fitting(self, tokens: Sequence[int], grammar: str | None, parser: OutputParser | None) -> Prepared:
+        if len(tokens) >= self._chat.n_ctx:
+            raise ApiError(
+                400,
+                f"a prompt of {len(tokens)} tokens leaves no room in a context of {self._chat.n_ctx}: shorten the "
+                "conversation or start the agent with a larger --ctx",
+                "context_length_exceeded",
+                param="messages",
+            )
+        if not tokens:
+            raise ApiError(400, "the prompt is empty", "invalid_request", param="prompt")
+        return Prepared(tuple(tokens), grammar, parser)
+
+    def _check_biases(self, ask: Ask) -> None:
+        most = self._chat.n_vocab
+        for name, tokens in (
+            ("logit_bias", [token for token, _ in ask.sampling.logit_bias]),
+            ("prompt", ask.raw if isinstance(ask.raw, tuple) else ()),
+        ):
+            wrong = next((token for token in tokens if not 0 <= token < most), None)
+            if wrong is not None:
+                message = f"{name}: found token {wrong}, expected 0 to {most - 1}"
+                raise ApiError(400, message, "invalid_request", param=name)
+
+    def _rendered(self, ask: Ask, tools: Sequence[Tool]) -> str:
+        try:
+            prompt = self._chat.prompt(
+                self._for_template(ask.messages, tools),
+                tools=[tool.declared() for tool in tools] if self._native else (),
+                options=ask.template_options,
+            )
+        except ChatTemplateError as error:
+            raise ApiError(400, str(ApiError.of(error)), "chat_template", param="messages") from error
+        return prompt + (ask.prefill or "")
+
+    def _for_template(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[dict[str, Any]]:
+        support = self._chat.support
+        if not self._native:
+            messages = _in_words(messages, tools)
+        rendered: list[dict[str, Any]] = []
+        for message in messages:
+            each: dict[str, Any] = {"role": message.role, "content": message.text}
+            if message.reasoning:
+                # Qwen and DeepSeek templates read the one, gpt-oss' the other.
+                each["reasoning_content"] = each["thinking"] = message.reasoning
+            if message.calls:
+                each["tool_calls"] = [self._call(call) for call in message.calls]
+            if message.role == "tool" and not support.results:
+                each = {"role": "user", "content": f"<tool_response>\n{message.text}\n</tool_response>"}
+            elif message.role == "tool":
+                each |= {"tool_call_id": message.call_id or "", "name": message.name or ""}
+            rendered.append(each)
+        return rendered
+
+    def _call(self, call: ToolCall) -> dict[str, Any]:
+        arguments: Any = call.arguments
+        if self._chat.support.object_arguments:
+            arguments = load_json(call.arguments)
+        function = {"name": call.name, "arguments": arguments}
+        return {"id": call.id, "type": "function", "function": function}
+
+    def _in_thought(self, prompt: str) -> bool:
+        return self._format.thinking is not None and prompt.rstrip().endswith(self._format.thinking[0])
+
+    def _thought_end(self, prompt: str) -> str | None:
+        return self._format.thinking[1] if self._format.thinking is not None and self._in_thought(prompt) else None
+
+    def _grammar(self, ask: Ask, tools: Sequence[Tool], prompt: str) -> str | None:
+        if ask.choice.mode != "required":
+            return self._answer_grammar(ask, prompt)
+        wanted = [tool for tool in tools if ask.choice.name in (None, tool.name)]
+        if not wanted:
+            named = f"no tool {ask.choice.name!r}" if ask.choice.name else "no tools"
+            raise ApiError(400, f"tool_choice: there is {named} to call", "invalid_request", param="tool_choice")
+        end = self._thought_end(prompt)
+        return call_grammar(self._format.calls, wanted, parallel=ask.choice.parallel, thought_end=end)
+
+    def _answer_grammar(self, ask: Ask, prompt: str) -> str | None:
+        if ask.schema is None:
+            return None
+        try:
+            return answer_grammar(ask.schema, strict=ask.schema_strict, thought_end=self._thought_end(prompt))
+        except SchemaError as error:
+            raise ApiError(400, f"response_format: {error}", "invalid_json_schema", param="response_format") from error
+
+    def _parser(self, ask: Ask, tools: Sequence[Tool], prompt: str) -> OutputParser | None:
+        by_name = {tool.name: tool for tool in tools}
+        if self._format.harmony:
+            # A grammar for an answer allows no channels, so what comes is the answer.
+            return HarmonyParser(by_name, calls=bool(tools))
+        thinking = None if ask.reasoning_in_text else self._format.thinking
+        if not tools and thinking is None:
+            return None
+        calls = self._format.calls if tools else None
+        return TaggedParser(calls, by_name, thinking=thinking, in_thought=self._in_thought(prompt))
+
+
+def _in_words(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+    """The messages with tools, calls and results written out."""
+    written = []
+    for message in messages:
+        text = message.text
+        for call in message.calls:
+            head = f'\n<tool_call>\n{{"name": {json.dumps(call.name)}, "arguments": '
+            text += f"{head}{call.arguments}}}\n</tool_call>"
+        if message.role == "tool":
+            written.append(Message("user", f"<tool_response>\n{text}\n</tool_response>"))
+        else:
+            written.append(replace(message, text=text.lstrip("\n") if message.calls else text, calls=()))
+    if tools:
+        listed = "\n".join(json.dumps(tool.declared()["function"], ensure_ascii=False) for tool in tools)
+        instructions = _INSTRUCTIONS.format(tools=listed)
+        if written and written[0].role == "system":
+            written[0] = replace(written[0], text=f"{written[0].text}\n\n{instructions}")
+        else:
+            written.insert(0, Message("system", instructions))
+    return written

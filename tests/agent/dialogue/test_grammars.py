@@ -1,0 +1,272 @@
+"""Grammars from schemas and for calls: what llama.cpp makes of them, and what they let through."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from typing import Any
+
+import llama_cpp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spark_agent.dialogue.call_grammar import answer_grammar, call_grammar, check_tool
+from spark_agent.dialogue.detection import detect
+from spark_agent.dialogue.events import Call, Reasoning, merged
+from spark_agent.dialogue.harmony import HarmonyParser
+from spark_agent.dialogue.json_calls import DeepSeek, Hermes, Llama3, Mistral
+from spark_agent.dialogue.json_grammar import MAX_DEPTH, JsonGrammar, SchemaError
+from spark_agent.dialogue.messages import Tool
+from spark_agent.dialogue.output_parser import TaggedParser
+from spark_agent.dialogue.xml_calls import Glm, QwenCoder
+from spark_runtime.llama import bindings
+from spark_runtime.models import demo_model_path
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> Any:
+    bindings()
+    params = llama_cpp.llama_model_default_params()
+    params.vocab_only = True
+    model = llama_cpp.llama_model_load_from_file(str(demo_model_path()).encode(), params)
+    yield llama_cpp.llama_model_get_vocab(model)
+    llama_cpp.llama_model_free(model)
+
+
+@pytest.fixture(scope="module")
+def follows(vocabulary: Any) -> Any:
+    """Whether llama.cpp lets a text through a grammar, token by token, and lets it end there."""
+
+    def check(grammar: str, text: str) -> bool:
+        raw = text.encode()
+        tokens = (ctypes.c_int32 * (len(raw) + 8))()
+        count = llama_cpp.llama_tokenize(vocabulary, raw, len(raw), tokens, len(tokens), False, False)
+        sampler = llama_cpp.llama_sampler_init_grammar(vocabulary, grammar.encode(), b"root")
+        assert sampler, grammar
+        try:
+            end = llama_cpp.llama_vocab_eot(vocabulary)
+            for token in [*tokens[:count], end if end >= 0 else llama_cpp.llama_vocab_eos(vocabulary)]:
+                data = (llama_cpp.llama_token_data * 1)(llama_cpp.llama_token_data(token, 1.0, 0.0))
+                array = llama_cpp.llama_token_data_array(data, 1, -1, False)
+                llama_cpp.llama_sampler_apply(sampler, ctypes.byref(array))
+                if data[0].logit == float("-inf"):
+                    return False
+                if token not in {end, llama_cpp.llama_vocab_eos(vocabulary)}:
+                    llama_cpp.llama_sampler_accept(sampler, token)
+            return True
+        finally:
+            llama_cpp.llama_sampler_free(sampler)
+
+    return check
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 9},
+        "age": {"type": "integer"},
+        "tags": {"type": "array", "items": {"enum": ["a", 'quote " and \\', "c"]}, "maxItems": 2},
+        "friend": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+    },
+    "required": ["name"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        (
+            PERSON,
+            [
+                {"name": "x"},
+                {"name": "x", "age": -3},
+                {"name": "x", "friend": {"name": "y", "friend": None}},
+                {"name": "x", "tags": []},
+                {"name": "x", "age": 1, "tags": ["a", 'quote " and \\'], "friend": None},
+            ],
+            [{}, {"age": 3}, {"name": ""}, {"name": "x", "more": 1}, {"name": "x", "tags": ["a", "a", "a"]}, []],
+        ),
+        ({"type": ["string", "null"]}, ["x", None, 'é🦀"\\\n'], [1, True, []]),
+        ({"type": "array", "items": {"type": "number"}, "minItems": 2}, [[1, 2.5], [1e3, 0, -1]], [[], [1], ["1"]]),
+        ({"type": "array", "prefixItems": [{"const": 1}, {"type": "boolean"}]}, [[1, True]], [[1], [2, True]]),
+        ({"const": {"a": [1]}}, [{"a": [1]}], [{"a": [2]}]),
+        ({"type": "object", "additionalProperties": {"type": "boolean"}}, [{}, {"a": True}], [{"a": 1}]),
+        ({"type": "object", "additionalProperties": False}, [{}], [{"a": 1}]),
+        ({"type": "object"}, [{}, {"a": [{"b": None}]}], [[], "x"]),
+        ({}, [{}, [], "x", 1, None], []),
+        ({"allOf": [{"$ref": "#/$defs/a"}, {"properties": {"b": {"type": "null"}}, "required": ["b"]}],
+          "$defs": {"a": {"type": "object", "properties": {"a": {"type": "integer"}}}}},
+         [{"a": 1, "b": None}, {"b": None}], [{"a": 1}]),
+        ({"type": "object", "required": ["x"]}, [{"x": 1}], [{}]),
+    ],
+)  # fmt: skip
+def test_what_a_schema_lets_through(follows: Any, schema: object, good: list[object], bad: list[object]) -> None:
+    grammar = answer_grammar(schema, strict=True)
+    for value in good:
+        for spelled in (json.dumps(value), json.dumps(value, ensure_ascii=False)):
+            assert follows(grammar, spelled), spelled
+    for value in bad:
+        assert not follows(grammar, json.dumps(value)), value
+
+
+DEEP: dict[str, Any] = {}
+for _ in range(MAX_DEPTH + 2):
+    DEEP = {"type": "array", "items": DEEP}
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"type": "strnig"}, "schema/type"),
+        ({"type": 5}, "schema/type"),
+        ({"type": []}, "at least one"),
+        (5, "expected a schema"),
+        ({"properties": []}, "properties: expected an object"),
+        ({"properties": {"a": 5}}, "/properties/a"),
+        ({"properties": {}, "required": "a"}, "required"),
+        ({"$ref": "https://example.com/x"}, "in this schema"),
+        ({"$ref": "#/$defs/none"}, "nothing is at"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "refers to itself"),
+        ({"$ref": "#"}, "refers to itself"),
+        ({"enum": []}, "at least one"),
+        ({"anyOf": {}}, "at least one"),
+        ({"type": "array", "minItems": -1}, "minItems"),
+        ({"type": "array", "minItems": 3, "maxItems": 1}, "more than"),
+        ({"type": "string", "maxLength": True}, "maxLength"),
+        (DEEP, "deep"),
+        ({"anyOf": [{"enum": [number]} for number in range(6000)]}, "more than"),
+    ],
+)
+def test_schemas_that_make_no_sense(schema: Any, message: str) -> None:
+    for strict in (False, True):
+        with pytest.raises(SchemaError, match="(?i)" + message.replace("$", r"\$")):
+            JsonGrammar().schema(schema, strict=strict)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "pattern": "^(a+)+$"},
+        {"type": "integer", "minimum": 3},
+        {"not": {}},
+        {"type": "object", "properties": {"a": {"type": "string", "format": "date"}}},
+        {"type": "array", "maxItems": 10**9},
+    ],
+)
+def test_what_a_grammar_cannot_hold_is_refused_only_when_strict(schema: Any, follows: Any) -> None:
+    JsonGrammar().schema(schema)
+    with pytest.raises(SchemaError, match="not supported"):
+        JsonGrammar().schema(schema, strict=True)
+
+
+@given(
+    schema=st.recursive(
+        st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=5), st.just("#")),
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=3),
+            st.dictionaries(
+                st.sampled_from(
+                    ["type", "properties", "items", "anyOf", "allOf", "$ref", "enum", "required", "const", "minItems"]
+                ),
+                inner,
+                max_size=4,
+            ),
+        ),
+        max_leaves=20,
+    )
+)
+def test_no_schema_does_worse_than_be_refused(schema: Any) -> None:
+    try:
+        JsonGrammar().schema(schema)
+    except SchemaError as error:
+        assert str(error)  # noqa: PT017
+
+
+@given(text=st.text(max_size=20))
+def test_any_text_can_be_a_constant(follows: Any, text: str) -> None:
+    grammar = answer_grammar({"const": text, "type": "string"}, strict=True)
+    assert follows(grammar, json.dumps(text, ensure_ascii=False))
+    assert not follows(grammar, json.dumps(text + "x", ensure_ascii=False))
+
+
+TOOLS = {
+    "look": Tool(
+        "look",
+        parameters={
+            "type": "object",
+            "properties": {"at": {"type": "string"}, "n": {"enum": [1, 2]}, "who": {"$ref": "#/$defs/p"}},
+            "required": ["at", "n"],
+            "$defs": {"p": {"type": "object", "properties": {"x": {"type": "boolean"}}}},
+        },
+    ),
+    'odd "name"': Tool('odd "name"'),
+}
+WRITTEN = {
+    "hermes": '<tool_call>\n{"name": "look", "arguments": {"at": "x", "n": 1}}\n</tool_call>',
+    "llama3": '{"name": "look", "parameters": {"at": "x", "n": 1}}',
+    "mistral": '[TOOL_CALLS][{"name": "look", "arguments": {"at": "x", "n": 1}}]',
+    "mistral-named": '[TOOL_CALLS]look[ARGS]{"at": "x", "n": 1}',
+    "deepseek": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n"
+        '{"at": "x", "n": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+    ),
+    "deepseek-bare": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>"
+        '{"at": "x", "n": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+    ),
+    "qwen-coder": (
+        "<tool_call>\n<function=look>\n<parameter=at>\nx\n</parameter>\n<parameter=n>\n1\n</parameter>\n"
+        "</function>\n</tool_call>"
+    ),
+    "glm": (
+        "<tool_call>look\n<arg_key>at</arg_key>\n<arg_value>x</arg_value>\n"
+        "<arg_key>n</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
+    ),
+    "harmony": '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"at": "x", "n": 1}',
+}
+FORMATS = {
+    "hermes": Hermes(), "llama3": Llama3(), "mistral": Mistral(), "mistral-named": Mistral(named=True),
+    "deepseek": DeepSeek(), "deepseek-bare": DeepSeek(fenced=False), "qwen-coder": QwenCoder(), "glm": Glm(),
+    "harmony": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_forced_call_is_one_that_is_read(name: str, follows: Any) -> None:
+    calls = FORMATS[name]
+    text = WRITTEN[name]
+    grammar = call_grammar(calls, list(TOOLS.values()), parallel=False)
+    assert follows(grammar, text)
+    assert not follows(grammar, f"Well, {text}")
+    assert not follows(grammar, text.replace("look", "loot"))
+    assert not follows(grammar, text.replace("1", "3"))
+    parser = HarmonyParser(TOOLS) if calls is None else TaggedParser(calls, TOOLS)
+    assert merged(parser.push(text) + parser.end()) == [Call("look", '{"at": "x", "n": 1}')]
+
+
+def test_several_calls_where_parallel(follows: Any) -> None:
+    text = WRITTEN["hermes"]
+    tools = list(TOOLS.values())
+    assert follows(call_grammar(Hermes(), tools, parallel=True), f"{text}\n{text}")
+    assert not follows(call_grammar(Hermes(), tools, parallel=False), f"{text}\n{text}")
+
+
+def test_reasoning_comes_before_what_is_forced(follows: Any) -> None:
+    text = f"hm, a < b\n</think>\n\n{WRITTEN['hermes']}"
+    assert follows(call_grammar(Hermes(), [*TOOLS.values()], parallel=True, thought_end="</think>"), text)
+    parser = TaggedParser(Hermes(), TOOLS, thinking=("<think>", "</think>"), in_thought=True)
+    assert merged(parser.push(text) + parser.end()) == [
+        Reasoning("hm, a < b"),
+        Call("look", '{"at": "x", "n": 1}'),
+    ]
+    assert follows(answer_grammar({"type": "null"}, strict=True, thought_end="</think>"), "hm</think>\nnull")
+
+
+@pytest.mark.parametrize("parameters", [{"type": "string"}, {"properties": 5}, {"required": 5}, {"type": None}])
+def test_tools_with_broken_schemas(parameters: dict[str, Any]) -> None:
+    with pytest.raises(SchemaError):
+        check_tool(Tool("x", parameters=parameters))
+    check_tool(Tool("x", parameters={}))
+    assert detect(None).calls == Hermes()
