@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from spark_runtime.tier_plan import TierPlan
     from spark_schemas.model import ModelShape
 
-__all__ = ["Choice", "choose_context", "context_steps"]
+__all__ = ["Choice", "choose_context", "context_steps", "host_sequences"]
 
 SHORTEST = 8192
 COSTS = {16384: 0.10, 32768: 0.15, 65536: 0.03}
@@ -21,6 +21,9 @@ are some 20 thousand tokens, so much is given up for the first steps, and little
 COST_BEYOND = 0.03
 HOST_SHARE = 0.25
 """Of the host's free memory that a context nobody asked for may take there."""
+
+MOST_SEQUENCES = 4
+"""Where nobody says how many: a main conversation, what it delegates, and its short requests on the side."""
 
 
 class Choice(NamedTuple):
@@ -66,6 +69,11 @@ def choose_context(
         if plan is not None and (plan.start is None) == (best.start is None) and lost <= _cost(step):
             return step, plan, _chosen(step, _reason(plan, lost, shortest))
     return shortest, best, _chosen(shortest, f"longer ones ({steps[1]} and more) take too much from experts; see --ctx")
+
+
+def host_sequences(shape: ModelShape, n_ctx: int, host_bytes: int) -> int:
+    """How many conversations of ``n_ctx`` tokens where all is in host memory, of which ``host_bytes`` are free."""
+    return max(1, min(MOST_SEQUENCES, int(HOST_SHARE * host_bytes) // max(1, shape.context_bytes(n_ctx))))
 
 
 def _chosen(n_ctx: int, reason: str) -> Choice:

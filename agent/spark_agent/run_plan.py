@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from spark_agent.context_choice import Choice, choose_context
+from spark_agent.context_choice import Choice, choose_context, host_sequences
 from spark_agent.forecast import Forecast, forecast
 from spark_agent.sizes import format_size
 from spark_agent.tiering import TierOptions, plan_for, plan_table
@@ -24,6 +24,9 @@ class RunPlan:
     """The plan of a run."""
 
     n_ctx: int
+    """Of each conversation, tokens."""
+    n_seq_max: int
+    """Conversations that are kept at once."""
     plan: TierPlan | None
     """``None`` where the host's memory is all there is and nothing is tiered: the system pages what does not fit."""
     choices: tuple[Choice, ...]
@@ -62,24 +65,48 @@ def make_run_plan(
 
     manifest = chosen.asked
 
-    def plan_at(n_ctx: int) -> TierPlan | None:
+    def plan_at(n_ctx: int, parallel: int = 1) -> TierPlan | None:
         return plan_for(
-            model, shape, options, manifest, n_ctx, always=always, frequency=chosen.frequency, wanted=chosen.is_named
+            model,
+            shape,
+            replace(options, parallel=parallel),
+            manifest,
+            n_ctx,
+            always=always,
+            frequency=chosen.frequency,
+            wanted=chosen.is_named,
         )
 
+    free = max(0, probe_host().available_bytes - shape.core_bytes - shape.expert_bytes_total)
     if asked_ctx or manifest is not None:
         n_ctx = context_for(shape, asked_ctx or min(shape.context_length, manifest.n_ctx if manifest else 0))
         reason = "asked for" if asked_ctx else "what the manifest was planned for"
-        plan, context = plan_at(n_ctx), Choice("context", f"{n_ctx} tokens", reason)
+        context = Choice("context", f"{n_ctx} tokens", reason)
     else:
-        free = max(0, probe_host().available_bytes - shape.core_bytes - shape.expert_bytes_total)
-        n_ctx, plan, context = choose_context(shape, plan_at, free)
+        n_ctx, _, context = choose_context(shape, plan_at, free)
+    # The longer context comes first: one conversation that fits is worth more than two that do not.
+    plan = plan_at(n_ctx, options.parallel)
+    n_seq_max = plan.n_seq_max if plan is not None else options.parallel or host_sequences(shape, n_ctx, free)
     on_cards = bool(cards())
     measured = find_benchmark(shape.fingerprint, machine_name(options.devices))
-    choices = [context, *_tier_choices(plan, options, chosen, on_cards=on_cards)]
+    choices = [context, _parallel_choice(n_seq_max, options), *_tier_choices(plan, options, chosen, on_cards=on_cards)]
     return RunPlan(
-        n_ctx, plan, tuple(choices), forecast(shape, plan, chosen.in_force(plan), measured, on_cards=on_cards)
+        n_ctx,
+        n_seq_max,
+        plan,
+        tuple(choices),
+        forecast(shape, plan, chosen.in_force(plan), measured, on_cards=on_cards),
     )
+
+
+def _parallel_choice(n_seq_max: int, options: TierOptions) -> Choice:
+    if options.parallel:
+        reason = "asked for"
+    elif n_seq_max > 1:
+        reason = "as many as cost next to nothing: tools alternate between conversations, and none is computed again"
+    else:
+        reason = "another one's keys and values would take experts' place; see --parallel"
+    return Choice("parallel", f"{n_seq_max} conversation{'s' if n_seq_max > 1 else ''}", reason)
 
 
 def _tier_choices(

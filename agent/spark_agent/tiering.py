@@ -22,11 +22,24 @@ if TYPE_CHECKING:
     from spark_schemas.manifest import PlacementManifest
     from spark_schemas.model import ModelShape
 
-__all__ = ["MOST_THREADS", "TierOptions", "plan_for", "plan_table", "planned_options", "tiers_of", "warn_about_tiers"]
+__all__ = [
+    "MOST_PARALLEL",
+    "MOST_THREADS",
+    "TierOptions",
+    "plan_for",
+    "plan_table",
+    "planned_options",
+    "tiers_of",
+    "warn_about_tiers",
+]
 
 
 MOST_THREADS = 512
 """What ggml's CPU backend has room for (``GGML_MAX_N_THREADS``)."""
+
+
+MOST_PARALLEL = 64
+"""Conversations; llama.cpp has room for 256 sequences, each with its own keys and values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +52,8 @@ class TierOptions:
     devices: int = 0
     pinned_share: float = 0.0
     no_tier: bool = False
+    parallel: int = 1
+    """Conversations that the context holds at once; 0: as many as are worth their bytes."""
 
     def check(self, manifest: PlacementManifest | ImportedStart | None) -> None:
         """Raise :class:`UsageError` for what contradicts itself."""
@@ -87,6 +102,7 @@ def plan_for(
         budget_bytes=options.budget_bytes,
         residency=options.residency,
         n_devices=options.devices,
+        n_seq_max=options.parallel,
         n_outputs_max=n_outputs_max,
         manifest=manifest,
         frequency=frequency,
@@ -139,6 +155,7 @@ def planned_options(
         n_batch=max(BATCH, ubatch),
         n_ubatch=ubatch,
         n_outputs_max=n_outputs_max,
+        n_seq_max=max(1, options.parallel) if plan is None else plan.n_seq_max,
         tier=None if plan is None else plan.start,
         devices=options.devices,
     )
@@ -170,6 +187,7 @@ def tiers_of(
     kinds = sorted({device.engine for device in tier.devices}) if tier is not None else []
     memory = tier.memory() if tier is not None else None
     start = None if plan is None else plan.start
+    n_contexts = len(engine.conversations) if engine is not None else 1 if plan is None else plan.n_seq_max
     return {
         "backend": "spark" if start is not None else "llama.cpp",
         "device": "gpu" if on_gpu else "cpu",
@@ -180,7 +198,7 @@ def tiers_of(
         "n_ubatch": None if plan is None else plan.memory.n_ubatch,
         "core_bytes": shape.core_bytes,
         "expert_bytes": shape.expert_bytes_total,
-        "kv_bytes": shape.context_bytes(n_ctx),
+        "kv_bytes": n_contexts * shape.context_bytes(n_ctx),
         "slot_bytes": None if memory is None else memory.slots,
         "host_bytes": None if memory is None else memory.host,
         "host_pinned_bytes": None if memory is None else memory.host_pinned,

@@ -240,7 +240,7 @@ def start(arguments: argparse.Namespace, home: Path) -> tuple[subprocess.Popen[s
     folders = {
         name: str(home / name) for name in ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR")
     }
-    command = [sys.executable, "-m", "spark_agent.cli", "run", "-p", "0", "--json", *arguments.run]
+    command = [str(Path(sys.executable).with_name("spark-agent")), "run", "-p", "0", "--json", *arguments.run]
     command += [str(arguments.model)] if arguments.model else []
     environment = {**os.environ, **folders, "SPARKMOE_OFFLINE": "1"}
     log = (home / "agent.log").open("w")

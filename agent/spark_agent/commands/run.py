@@ -16,7 +16,15 @@ from spark_agent.imported_start import describe_imported
 from spark_agent.output import counted
 from spark_agent.run_plan import RunPlan, make_run_plan
 from spark_agent.sizes import format_size
-from spark_agent.tiering import MOST_THREADS, TierOptions, plan_for, planned_options, tiers_of, warn_about_tiers
+from spark_agent.tiering import (
+    MOST_PARALLEL,
+    MOST_THREADS,
+    TierOptions,
+    plan_for,
+    planned_options,
+    tiers_of,
+    warn_about_tiers,
+)
 from spark_agent.workload_name import UNLABELLED, check_workload_name
 from spark_schemas.mix import Mix
 
@@ -49,6 +57,12 @@ def run_command(
     ctx: Annotated[
         int, typer.Option(min=0, help="Context, tokens; 0: the manifest's, else the longest that costs little.")
     ] = 0,
+    parallel: Annotated[
+        int, typer.Option(min=0, max=MOST_PARALLEL, help="Conversations kept at once; 0: as many as cost little.")
+    ] = 0,
+    alias: Annotated[
+        list[str] | None, typer.Option(help="Further name that requests may give the model, or a pattern: 'claude-*'.")
+    ] = None,
     threads: Annotated[
         int, typer.Option(min=0, max=MOST_THREADS, help="CPU threads; 0: all this process may use.")
     ] = 0,
@@ -98,7 +112,7 @@ def run_command(
             f"the manifest was planned for a context of {placement.n_ctx} tokens; {ctx} need "
             f"{format_size(shape.context_bytes(ctx) - shape.context_bytes(placement.n_ctx))} more than it counted"
         )
-    tiers = TierOptions(vram, residency, ubatch, devices, pinned_share, no_tier)
+    tiers = TierOptions(vram, residency, ubatch, devices, pinned_share, no_tier, parallel)
     tiers.check(placement or chosen.imported)
     if no_tier and chosen.is_named:
         context.output.warning("--no-tier keeps every expert resident: the manifest is checked and not used")
@@ -110,7 +124,7 @@ def run_command(
     context = ask_once(context)
     _serve(
         context,
-        _Load(path, file, shape, tiers, chosen, ctx, threads),
+        _Load(path, file, shape, tiers, chosen, ctx, threads, tuple(alias or ())),
         (address, context.environment.port if port is None else port),
         workload or (chosen.imported.workload if chosen.imported is not None else _workload_of(placement)),
     )
@@ -133,6 +147,7 @@ class _Load:
     ctx: int
     """Context asked for, tokens; 0: nobody says."""
     threads: int
+    aliases: tuple[str, ...]
 
     @property
     def placement(self) -> PlacementManifest | None:
@@ -153,7 +168,7 @@ def _serve(context: AgentContext, load: _Load, address: tuple[str, int], workloa
         context.output.info(planned.table())
         if plan is not None:
             _warn_about_budget(context, load, plan)
-        options = planned_options(plan, load.tiers, planned.n_ctx, load.threads)
+        options = planned_options(plan, replace(load.tiers, parallel=planned.n_seq_max), planned.n_ctx, load.threads)
         manifest = load.chosen.in_force(plan)
         with Engine.load(load.path, options) as engine:
             warn_about_counting(context, engine)
@@ -172,6 +187,7 @@ def _serve(context: AgentContext, load: _Load, address: tuple[str, int], workloa
                 source=load.chosen.source_of(plan),
                 describe=_describe,
                 token=token,
+                aliases=load.aliases,
             )
 
 
@@ -204,6 +220,7 @@ def _show_plan(context: AgentContext, path: Path, shape: ModelShape, planned: Ru
         "model": str(path),
         "fingerprint": shape.fingerprint,
         "n_ctx": planned.n_ctx,
+        "parallel": planned.n_seq_max,
         "tiers": tiers_of(shape, planned.n_ctx, planned.plan, None, on_gpu=bool(cards())),
         "manifest": _manifest_of(chosen, planned.plan),
         "placement": {"source": chosen.source_of(planned.plan), "reason": chosen.reason},
@@ -223,6 +240,7 @@ def _start_object(
         "model": str(load.path),
         "fingerprint": engine.shape.fingerprint,
         "n_ctx": engine.n_ctx,
+        "parallel": planned.n_seq_max,
         "tiers": tiers_of(engine.shape, engine.n_ctx, planned.plan, engine, on_gpu=engine.on_gpu),
         "manifest": _manifest_of(load.chosen, planned.plan),
         "placement": {"source": load.chosen.source_of(planned.plan), "reason": load.chosen.reason},
