@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from spark_agent.context_choice import choose_context, context_steps
+from spark_agent.context_choice import choose_context, context_steps, host_sequences
 from spark_agent.errors import SparkError
 from spark_runtime.host_memory import HostMemory
 from spark_runtime.memory_plan import DeviceMemory, DeviceNeeds, Needs
@@ -112,3 +112,10 @@ def test_without_a_plan_the_hosts_memory_decides(shape, host_gib, n_ctx):
     found, plan, choice = choose_context(shape, lambda _: None, host_gib * GIB)
     assert (found, plan) == (n_ctx, None)
     assert choice.reason
+
+
+@pytest.mark.parametrize(("host_gib", "kept"), [(200, 4), (100, 4), (0, 1)])
+def test_in_host_memory_conversations_take_a_quarter_of_what_is_free(shape, host_gib, kept):
+    found = host_sequences(shape, 32768, host_gib * GIB)
+    assert found == kept
+    assert found == 1 or found * shape.context_bytes(32768) <= host_gib * GIB / 4

@@ -363,3 +363,25 @@ def test_an_imported_profile_starts_the_slots_and_promises_nothing(agent_cli, tm
     assert all(session.live is None or session.live.profile is None for session in upload.sessions)
     (docs,) = (session for session in upload.sessions if session.workload == "docs")
     assert docs.live is None, "what it missed is not mixed with what was missed without a profile"
+
+
+def test_further_names_and_conversations_that_are_asked_for(tmp_path):
+    with running("--parallel", 2, "--alias", "claude-*", "--alias", "gpt-local") as (_, start):
+        assert start["parallel"] == 2
+        assert start["tiers"]["kv_bytes"] == 2 * read_model_shape(demo_model_path()).context_bytes(start["n_ctx"])
+        body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+        url = f"{start['base_url']}/v1/chat/completions"
+        for name, status in {"claude-sonnet-4": 200, "gpt-local": 200, "gpt-4": 404}.items():
+            answer = httpx.post(url, json={**body, "model": name}, timeout=30)
+            assert answer.status_code == status, answer.text
+        stats = httpx.get(f"{start['base_url']}/spark/stats", timeout=30).json()
+        assert stats["sequences"] == 2
+
+
+def test_how_many_conversations_are_kept_is_said_with_the_reason(agent_cli):
+    chosen = {choice["what"]: choice for choice in agent_cli("run", "--dry-run", "--json").json["choices"]}
+    assert chosen["parallel"]["value"] == "4 conversations"
+    one = agent_cli("run", "--dry-run", "--json", "--parallel", 1, "--residency", 0.5).json
+    assert one["parallel"] == 1
+    assert "asked for" in {choice["what"]: choice for choice in one["choices"]}["parallel"]["reason"]
+    agent_cli("run", "--dry-run", "--parallel", 65).failed(2, "--parallel", hint=False)
