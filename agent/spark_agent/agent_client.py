@@ -10,9 +10,40 @@ from urllib.parse import urlsplit
 from spark_agent.errors import RefusedError, SparkError
 from spark_agent.service_url import is_loopback
 
-__all__ = ["ask_agent"]
+__all__ = ["MAX_ANSWER_BYTES", "ask_agent", "fetch"]
 
 MAX_ANSWER_BYTES = 8 * 2**20
+
+
+def fetch(
+    address: str,
+    port: int | None,
+    method: str,
+    path: str,
+    body: bytes | None = None,
+    *,
+    token: str | None = None,
+    timeout_s: float,
+) -> tuple[int, bytes]:
+    """Status and content of an agent's answer; raises ``OSError``, ``HTTPException``, ``ValueError`` for one too long.
+
+    ``timeout_s`` is that of each wait, not of the whole.
+    """
+    headers = {"Connection": "close"}
+    if body is not None:
+        headers["Content-Type"] = "application/json"
+    if token is not None:
+        headers["Authorization"] = f"Bearer {token}"
+    connection = http.client.HTTPConnection(address, port, timeout=timeout_s)
+    try:
+        connection.request(method, path, body, headers)
+        answer = connection.getresponse()
+        content = answer.read(MAX_ANSWER_BYTES + 1)
+    finally:
+        connection.close()
+    if len(content) > MAX_ANSWER_BYTES:
+        raise ValueError(f"it answered more than {MAX_ANSWER_BYTES} bytes")
+    return answer.status, content
 
 
 def ask_agent(
@@ -26,23 +57,15 @@ def ask_agent(
     parts = urlsplit(base_url)
     if parts.scheme != "http" or not is_loopback(base_url) or parts.hostname is None:
         raise RefusedError(f"{base_url} is not an agent on this machine", "expected http://127.0.0.1:PORT")
-    headers = {"Content-Type": "application/json"} if body is not None else {}
-    if token is not None:
-        headers["Authorization"] = f"Bearer {token}"
-    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
     try:
-        connection.request(method, path, body, headers)
-        answer = connection.getresponse()
-        content = answer.read(MAX_ANSWER_BYTES + 1)
-        found = json.loads(content) if len(content) <= MAX_ANSWER_BYTES else None
-    except (OSError, http.client.HTTPException, ValueError) as error:
+        status, content = fetch(parts.hostname, parts.port, method, path, body, token=token, timeout_s=timeout_s)
+        found = json.loads(content)
+    except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
         raise SparkError(f"the agent at {base_url} does not answer: {error}", "see spark-agent ps") from error
-    finally:
-        connection.close()
     if not isinstance(found, dict):
         raise SparkError(f"the agent at {base_url} answers something else than expected", "is it another program?")
-    if answer.status != 200:
+    if status != 200:
         error_object = found.get("error")
         message = error_object.get("message") if isinstance(error_object, dict) else None
-        raise SparkError(f"the agent at {base_url} refused: {message or answer.status}")
+        raise SparkError(f"the agent at {base_url} refused: {message or status}")
     return found

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from spark_agent.agent_client import fetch
 from spark_agent.running import RunningAgent
 
 __all__ = ["Asked", "ask_all"]
 
 TIMEOUT_S = 2.0
-MAX_ANSWER_BYTES = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +56,9 @@ def _silent(agent: RunningAgent, timeout_s: float) -> Asked:
 
 
 def _stats(agent: RunningAgent, timeout_s: float) -> dict[str, Any]:
-    connection = http.client.HTTPConnection(agent.address, agent.port, timeout=timeout_s)
-    try:
-        headers = {"Connection": "close"}
-        if agent.token is not None:
-            headers["Authorization"] = f"Bearer {agent.token}"
-        connection.request("GET", "/spark/stats", headers=headers)
-        answer = connection.getresponse()
-        content = answer.read(MAX_ANSWER_BYTES + 1)
-    finally:
-        connection.close()
-    if answer.status != http.client.OK:
-        raise ValueError(f"it answered {answer.status}")
-    if len(content) > MAX_ANSWER_BYTES:
-        raise ValueError(f"it answered more than {MAX_ANSWER_BYTES} bytes")
+    status, content = fetch(agent.address, agent.port, "GET", "/spark/stats", token=agent.token, timeout_s=timeout_s)
+    if status != http.client.OK:
+        raise ValueError(f"it answered {status}")
     stats = json.loads(content)
     if not isinstance(stats, dict) or stats.get("fingerprint") != agent.fingerprint:
         raise ValueError("another program answered")

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from spark_agent.agent_client import fetch
 from spark_agent.errors import SparkError
 
 __all__ = ["AgentInfo", "ask_agent", "base_url_of", "get_json"]
 
 _TIMEOUT_S = 5.0
-_MOST_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +70,10 @@ def get_json(base_url: str, path: str, key: str | None) -> dict[str, Any]:
 
 def _get(base_url: str, path: str, key: str | None) -> tuple[int, bytes]:
     address = urlsplit(base_url)
-    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=_TIMEOUT_S)
     try:
-        connection.request("GET", path, headers={} if key is None else {"Authorization": f"Bearer {key}"})
-        answer = connection.getresponse()
-        content = answer.read(_MOST_BYTES + 1)
-    except (OSError, http.client.HTTPException) as error:
+        return fetch(address.hostname or "", address.port, "GET", path, token=key, timeout_s=_TIMEOUT_S)
+    except (OSError, http.client.HTTPException, ValueError) as error:
         raise SparkError(
             f"no agent answers at {base_url}: {getattr(error, 'strerror', None) or error or type(error).__name__}",
             "start one in another terminal: spark-agent run MODEL (or name its port: -p PORT)",
         ) from error
-    finally:
-        connection.close()
-    return answer.status, content[:_MOST_BYTES]
