@@ -84,7 +84,7 @@ def answers_dir() -> Path:
 
 def benchmarks_dir() -> Path:
     """Folder of what ``spark-agent bench`` measured on this machine."""
-    return cache_dir() / "bench"
+    return state_dir() / "bench"
 
 
 def own_counts_path() -> Path:

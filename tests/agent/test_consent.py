@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pty
+import select
 import signal
 import socket
 import subprocess
@@ -40,8 +41,12 @@ def on_a_terminal(
         preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
     ) as process:
         os.close(there)
-        shown = b""
+        shown, again = b"", b""
         while True:
+            # A Ctrl-C that comes just before the read is noticed after it: a person presses again.
+            if again and not select.select([here], [], [], 2.0)[0]:
+                os.write(here, again)
+                continue
             try:
                 data = os.read(here, 65536)
             except OSError:
@@ -51,7 +56,7 @@ def on_a_terminal(
             shown += data
             if typed and QUESTION.encode() in shown:
                 os.write(here, typed)
-                typed = b""
+                typed, again = b"", typed if typed == b"\x03" else b""
         code = process.wait(30)
     os.close(here)
     return shown.decode(), code

@@ -178,11 +178,11 @@ def test_every_answer_has_an_id(agent):
 def test_workloads_are_asked_for(serve):
     seen = []
 
-    def workload_of(headers, messages):
-        seen.append((headers.get("x-spark-workload"), [message.role for message in messages]))
+    def workload_of(headers, messages, model):
+        seen.append((headers.get("x-spark-workload"), [message.role for message in messages], model))
         return "code-heavy"
 
     with serve(workload_of=workload_of) as agent:
         for path, body in BODIES.items():
             agent.client.post(path, json=body, headers={"X-Spark-Workload": path})
-    assert seen == [(path, ["user"]) for path in BODIES if "count" not in path]
+    assert seen == [(path, ["user"], body.get("model")) for path, body in BODIES.items() if "count" not in path]

@@ -7,6 +7,7 @@ import math
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -63,7 +64,7 @@ def state_of(activity: Activity, **changes: object) -> AgentState:
         "promise": Promise(0.2, 0.1, 0.3, "code"),
         "sessions_open": 3,
         "sessions_lost": 0,
-        "spool": SpoolStats(pending=1, bytes=2, rejected=3, dropped=4, last_error="http://host/secret"),
+        "spool": SpoolStats(pending=1, bytes=2, rejected=3, dropped=4, last_error="http://host/secret", next_try=None),
         "numbers": activity.numbers(),
         **changes,
     }
@@ -246,7 +247,7 @@ def anyio_backend() -> str:
 async def test_requests_are_told_by_route_and_status(activity):
     app = create_app(
         None,
-        None,
+        SimpleNamespace(template="", support=SimpleNamespace(tools=False)),
         model="nano",
         health={},
         stats=dict,

@@ -14,7 +14,6 @@ from starlette.testclient import TestClient
 from spark_agent.apply_placement import apply_to_running
 from spark_agent.own_profile import own_profile
 from spark_agent.server.api_error import ApiError
-from spark_agent.server.generation import AbandonedError
 from spark_agent.server.placement_control import PlacementControl, keeping
 from spark_agent.server.placement_routes import placement_routes
 from spark_agent.service_keys import KeyRing, PinnedKey
@@ -37,7 +36,7 @@ RULES = Rules(window_tokens=16, fewest_windows=4, aside_every=2, every_tokens=64
 
 def app_of(control):
     """The route as the agent's application answers it."""
-    handlers = {ApiError: lambda _request, error: error.response()}
+    handlers = {ApiError: lambda request, error: error.response(request.scope)}
     return TestClient(
         Starlette(routes=placement_routes(control), exception_handlers=handlers), raise_server_exceptions=False
     )
@@ -293,5 +292,5 @@ def test_functions_run_between_steps(serve):
             failing.result(10)
         assert agent.answer()
     assert threads == ["spark-engine"]
-    with pytest.raises(AbandonedError):
+    with pytest.raises(RuntimeError, match="stopped"):
         agent.worker.call(where)

@@ -36,7 +36,7 @@ def answers(n_seq_max: int, tier: Any, *, at_once: bool) -> tuple[list[Any], dic
     faults: list[Exception] = []
     reports: list[GenerationReport] = []
 
-    def keep(lineage: str, counts: SessionCounts) -> None:
+    def keep(lineage: str, _workload: str | None, counts: SessionCounts) -> None:
         kept[lineage] = counts.to_histogram("ab" * 32, "chat")
 
     options = EngineOptions(n_ctx=512, n_batch=32, n_threads=1, n_outputs_max=1, n_seq_max=n_seq_max, tier=tier)

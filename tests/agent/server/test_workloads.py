@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spark_agent.dialogue.messages import Message
 from spark_agent.errors import ConfigError
 from spark_agent.server.api_error import ApiError
-from spark_agent.server.requests import ChatMessage
 from spark_agent.server.workload_rules import MAX_RULES, find_workload, load_rules, parse_rules
 from spark_agent.server.workloads import WorkloadNames, Workloads
 
@@ -98,8 +98,8 @@ def test_files_that_are_none(tmp_path):
         load_rules(tmp_path)
 
 
-def say(text: str = "You are a code reviewer in /src/api") -> list[ChatMessage]:
-    return [ChatMessage(role="system", content=text), ChatMessage(role="user", content="hello")]
+def say(text: str = "You are a code reviewer in /src/api") -> list[Message]:
+    return [Message("system", text), Message("user", "hello")]
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_a_header_goes_before_rules_and_rules_before_nothing(tmp_path, warnings)
     assert workloads(agent, say()) == "review"
     assert workloads(agent, say("other")) is None
     # A message of the person is no system prompt.
-    assert workloads(agent, [ChatMessage(role="user", content="code reviewer")]) is None
+    assert workloads(agent, [Message("user", "code reviewer")]) is None
     assert Workloads(None, warnings.append)(agent, say()) is None
 
 
