@@ -136,9 +136,9 @@ SHARING: dict[str, tuple[Cache, str | None]] = {
     "placed": (Cache("scored"), None),
     "pool": (Cache("scored", "pool"), "pool"),
     "placed pool": (Cache("scored", "pool"), None),
-    "pool, layers to come doubled": (Cache("scored", "pool", waiting_doublings=1), None),
+    "pool, layers to come as any other": (Cache("scored", "pool", waiting_doublings=0), "pool"),
     "pool, layers to come doubled twice": (Cache("scored", "pool", waiting_doublings=2), None),
-    "pool, token foreseen": (Cache("scored", "pool", foreseen=True), "pool"),
+    "pool, token foreseen": (Cache("scored", "pool", waiting_doublings=0, foreseen=True), "pool"),
 }
 """With which of the published rows each is to be compared."""
 SCORES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 34.0)

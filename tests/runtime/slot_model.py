@@ -60,11 +60,12 @@ class PoolModel:
         low, high = age % _STEP, min(age // _STEP, _STEP - 1)
         return np.float32(self.decay**low) * np.float32(self.decay ** (high * _STEP))
 
-    def worth(self, layer: LayerModel, expert: int) -> np.float32:
+    def worth(self, layer: LayerModel, expert: int, *, to_come: bool) -> float:
         last = layer.last.get(expert, 0)
         age = (layer.clock + layer.start.top_k - last) // layer.start.top_k
         decayed = layer.score.get(expert, np.float32(0)) * self.weight(age)
-        return np.float32(layer.start.prior[expert]) + decayed
+        score = np.float32(layer.start.prior[expert]) + decayed
+        return float(score) * (2 if to_come else 1)
 
     def ensure(self, index: int, ids: list[list[int]], phase: str) -> list[tuple[int, int]]:
         layer = self.layers[index]
@@ -76,7 +77,13 @@ class PoolModel:
             if expert in layer.slot_of:
                 continue
             ranked = [
-                (leaving in other.touched, self.worth(other, leaving), other.last.get(leaving, 0), place, leaving)
+                (
+                    leaving in other.touched,
+                    self.worth(other, leaving, to_come=place > index),
+                    other.last.get(leaving, 0),
+                    place,
+                    leaving,
+                )
                 for place, other in enumerate(self.layers)
                 if other is layer or len(other.slot_of) > other.floor
                 for leaving in other.slot_of

@@ -13,11 +13,16 @@ from slot_model import PoolModel
 from spark_runtime.errors import TierError
 from spark_runtime.recency import RecencyOrder
 from spark_runtime.simulate import lru_cold_hits, scored_cold_hits
-from spark_runtime.slot_pool import SlotPool
+from spark_runtime.slot_pool import Move, SlotPool
 from spark_runtime.tier_start import LayerStart, TierStart
 from spark_schemas.ids import Phase
 
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
+EDGES = [
+    float(bits.view(np.float32))
+    for bits in np.array([1, 2, 2**23 - 1, 2**23, 2**24, 0x7F000000, 0x7F7FFFFF], np.uint32)
+]
+"""The smallest numbers of 32 bits, those around the first with an exponent, the largest doubles, the largest."""
 
 
 def layer_start(n_experts: int = 8, **changes: Any) -> LayerStart:
@@ -42,7 +47,8 @@ def layer_starts(draw: st.DrawFn, block: int, n_experts: int | None = None) -> L
     slots = draw(st.integers(min(2 * top_k, n_experts), n_experts))
     # A layer of which everything is resident may be pinned as a whole; any other keeps room for a token.
     pinned = draw(st.integers(0, n_experts if slots == n_experts else max(0, slots - 2 * top_k)))
-    prior = draw(st.lists(st.floats(0, 4, width=32), min_size=n_experts, max_size=n_experts))
+    worth = st.floats(0, 4, width=32) | st.sampled_from(EDGES)
+    prior = draw(st.lists(worth, min_size=n_experts, max_size=n_experts))
     order = np.array(draw(st.permutations(range(n_experts))))
     return LayerStart(block, top_k, slots, order, np.array(prior), pinned)
 
@@ -150,6 +156,35 @@ def test_layers_lend_each_other_slots_down_to_their_floors() -> None:
         pool.step([np.array([[first, first + 1]]), np.array([[0, 1]])], "decode")
     assert (pool.n_resident(0), pool.n_resident(1)) == (12, 4)
     assert set(slots_by_layer(pool)[1]) >= {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("misses", "prior", "leaves"),
+    [
+        (0, [1.1, 1.0, 0.5, 1.3], (0, 1)),
+        (0, [1.1, 1.0, 0.49, 1.3], (1, 0)),
+        (1, [0.49, 1.0, 0.5, 1.1], (0, 0)),
+        (1, [0.51, 1.0, 0.5, 1.1], (1, 0)),
+        (0, [1.1, 0.0, 0.0, 0.0], (0, 1)),
+        (0, [1.1, 2.0**-149, 0.0, 1.3], (1, 0)),
+        (0, [1.1, 2.0**-148, 2.0**-149, 1.3], (0, 1)),
+        (0, [1.1, 2.0**-126, 1.5 * 2.0**-127, 1.3], (0, 1)),
+        (0, [3e38, 2.9e38, 1.6e38, 3e38], (0, 1)),
+        (0, [3e38, 2.9e38, 1.4e38, 3e38], (1, 0)),
+    ],
+)
+def test_layers_to_come_count_double(misses: int, prior: list[float], leaves: tuple[int, int]) -> None:
+    """Two layers with a slot to spare each; of equal scores, and of zeros, the lower entry leaves."""
+    layers = [
+        layer_start(4, top_k=1, slots=3, prior=np.array([*scores, 3.4e38, 0.0]), order=np.arange(4))
+        for scores in (prior[:2], prior[2:])
+    ]
+    pool = pool_of(*layers)
+    before = slots_by_layer(pool)
+    _, [move] = pool.ensure(misses, np.array([[3]]), "decode")
+    layer, expert = leaves
+    assert move == Move(3, before[layer][expert])
+    assert expert not in slots_by_layer(pool)[layer]
 
 
 def test_pinned_experts_never_leave() -> None:

@@ -22,6 +22,7 @@ from spark_runtime.manifest_check import check_manifest
 from spark_runtime.model_shape import read_model_shape
 from spark_runtime.native_tier import proxy_devices
 from spark_runtime.sampling import Sampling
+from spark_runtime.slot_pool import tier_pools
 from spark_runtime.tier_start import LayerStart, TierStart, uniform_start
 from spark_schemas.model import ModelShape
 
@@ -170,6 +171,18 @@ def test_other_hot_sets_between_tokens_change_no_bit(model: Path, expected: str)
         assert len(set(seen)) > 1
         # Counts went on all the while.
         assert tier.counters().tokens["decode"] == [24] * 3
+
+
+def test_layers_are_in_the_order_of_the_model_however_they_are_placed(model: Path, expected: str) -> None:
+    """The policy takes the layers after one for those that a call has not come to yet."""
+    start = uniform_start(read_model_shape(model), 0.4)
+    with load(model) as engine:
+        [device] = engine.tier.devices
+        device.place(start.layers[::-1], start.decay)
+        for _, places in tier_pools(device._handle, device.blocks):
+            assert sorted(places, key=places.__getitem__) == sorted(places)
+        assert digest(engine) == expected
+        assert any(len(places) > 1 for _, places in tier_pools(device._handle, device.blocks))
 
 
 def test_pinned_experts_stay_and_the_others_move(model: Path) -> None:

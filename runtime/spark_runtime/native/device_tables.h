@@ -30,9 +30,14 @@ struct layer_state {
 #define SPARK_MAX_LAYERS 256    // of a class
 #define SPARK_MAX_KINDS 12      // tensors of an expert
 #define SPARK_DECAY_STEP 256
+#define SPARK_SCORE_EXPONENT (1u << 23)
 #define SPARK_DECODE 1          // the phase whose reuse distances are counted
 
 namespace spark {
+
+#ifndef __CUDACC_RTC__
+static_assert(SPARK_DECAY_STEP == DECAY_STEP && SPARK_SCORE_EXPONENT == SCORE_EXPONENT && SPARK_DECODE == DECODE);
+#endif
 
 enum device_fault : int32_t { FAULT_NONE = 0, FAULT_ID = 1 };
 

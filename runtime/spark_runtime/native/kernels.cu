@@ -88,6 +88,13 @@ __device__ __forceinline__ float decayed(const float * table, uint32_t age) {
     return table[age % SPARK_DECAY_STEP] * table[SPARK_DECAY_STEP + (high < SPARK_DECAY_STEP ? high : SPARK_DECAY_STEP - 1)];
 }
 
+// slots.cpp: eviction_key. Its operands are in registers: what a layer to come costs is a minimum and a sum.
+__device__ __forceinline__ uint64_t eviction_key(bool touched, float score, uint32_t stamp, bool to_come) {
+    uint32_t bits = __float_as_uint(score);
+    if (to_come) bits += min(bits, SPARK_SCORE_EXPONENT);
+    return uint64_t(touched) << 63 | uint64_t(bits) << 32 | stamp;
+}
+
 __device__ __forceinline__ bool lower(const candidate & a, const candidate & b) {
     return a.key < b.key || (a.key == b.key && a.entry < b.entry);
 }
@@ -195,8 +202,8 @@ __global__ void __launch_bounds__(THREADS) spark_ensure(const device_class c, co
                 for (uint32_t k = 0; own && k < n; k++) taken |= selected[k] == int32_t(entry - call.first);
                 if (taken) continue;
                 const uint32_t age = (state.clock + state.top_k - meta.stamp) / state.top_k;
-                const float score = meta.prior + meta.score * decayed(decay, age);  // never negative, so its bits are ordered
-                const candidate mine{uint64_t(touched) << 63 | uint64_t(__float_as_uint(score)) << 32 | meta.stamp, entry, slots[i]};
+                const float score = meta.prior + meta.score * decayed(decay, age);
+                const candidate mine{eviction_key(touched, score, meta.stamp, owners[i] > call.layer), entry, slots[i]};
                 if (lower(mine, best)) best = mine;
             }
         }

@@ -2,12 +2,25 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
 namespace spark {
 
 namespace {
 
 std::string in_layer(size_t layer, const std::string & text) { return "layer " + std::to_string(layer) + ": " + text; }
+
+// What candidates are compared by, the lowest first: whether this step selected it, its score, its stamp. Scores are never
+// negative, so their bits are ordered as they are. One more in the exponent doubles a score; one without an exponent
+// (0 and below the normal numbers) is doubled by adding its bits to themselves. Above the largest float the bits go on.
+uint64_t eviction_key(bool touched, float score, uint32_t stamp, bool to_come) {
+    uint32_t bits;
+    std::memcpy(&bits, &score, sizeof(bits));
+    if (to_come) {
+        bits += std::min(bits, SCORE_EXPONENT);
+    }
+    return uint64_t(touched) << 63 | uint64_t(bits) << 32 | stamp;
+}
 
 std::string check(size_t layer, const layer_start & start) {
     const std::string experts = std::to_string(start.n_experts) + " experts";
@@ -158,13 +171,11 @@ float slot_pool::weight(uint32_t age) const {
     return decay_low[age % DECAY_STEP] * decay_high[high < DECAY_STEP ? high : DECAY_STEP - 1];
 }
 
-// The entry that leaves for an expert of `layer`: first one that this step did not select, then the lowest score, then
-// the longest unused, then the lowest entry.
+// The entry that leaves for an expert of `layer`: first one that this step did not select, then the lowest score, which
+// counts double in layers to come, then the longest unused, then the lowest entry.
 int64_t slot_pool::victim(uint32_t layer) const {
     int64_t best = -1;
-    bool best_touched = false;
-    float best_score = 0;
-    uint32_t best_stamp = 0;
+    uint64_t best_key = 0;
     for (uint32_t other = 0; other < layers.size(); other++) {
         const layer_state & state = layers[other];
         if (other != layer && state.n_resident <= state.floor) {
@@ -179,14 +190,10 @@ int64_t slot_pool::victim(uint32_t layer) const {
             const uint32_t age = (state.clock + state.top_k - expert.stamp) / state.top_k;
             const float decayed = expert.score * weight(age);
             const float score = expert.prior + decayed;
-            const bool lower = best < 0 || touched < best_touched ||
-                               (touched == best_touched &&
-                                (score < best_score || (score == best_score && expert.stamp < best_stamp)));
-            if (lower) {
+            const uint64_t key = eviction_key(touched, score, expert.stamp, other > layer);
+            if (best < 0 || key < best_key) {
                 best = entry;
-                best_touched = touched;
-                best_score = score;
-                best_stamp = expert.stamp;
+                best_key = key;
             }
         }
     }

@@ -4,8 +4,11 @@
 // a test replays traces through both. Layers whose experts have the same tensors share one pool of slots.
 //
 // The policy: an expert's score is its selections, each worth decay^age (age in tokens of its layer), plus a constant
-// prior. The lowest score leaves, never one that the current call selected. Decay 0 is LRU, 1 counts without forgetting,
-// a prior of +infinity pins.
+// prior. The lowest score leaves, never one that the current call selected. Scores of layers that the call has not come
+// to yet count double, because their routers may still ask for what would leave. Decay 0 is LRU, 1 counts without
+// forgetting, a prior of +infinity pins.
+//
+// Layers are in the order in which a call computes them, so those after the one that misses are those to come.
 
 #pragma once
 
@@ -18,6 +21,7 @@ namespace spark {
 constexpr int PHASES = 2;             // prefill, decode
 constexpr int DECODE = 1;             // reuse distances are of this phase alone: prefill goes around the slots
 constexpr uint32_t DECAY_STEP = 256;  // decay^age is the product of two table entries: age % 256 and age / 256
+constexpr uint32_t SCORE_EXPONENT = 1u << 23;  // the lowest bit of a score's exponent, which is its lowest normal number
 
 struct alignas(16) expert_meta {
     float score;       // decayed selections, as of `stamp`

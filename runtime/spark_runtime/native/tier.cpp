@@ -167,6 +167,10 @@ void tier::sort_into_classes(const std::vector<start_layer> & start, std::vector
         }
         of->layers.push_back(&layer);
     }
+    for (const auto & of : made) {
+        // As a call computes them: the policy takes those after a layer for those to come.
+        std::sort(of->layers.begin(), of->layers.end(), [](const auto * a, const auto * b) { return a->block < b->block; });
+    }
 }
 
 void tier::place(const std::vector<start_layer> & start, float decay) {

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from spark_runtime.simulator.lanes import Lanes
 from spark_runtime.simulator.optimum import optimal_cold_hits
-from spark_runtime.simulator.pools import PoolStarts, Replayed, replay_pools
+from spark_runtime.simulator.pools import WAITING_DOUBLINGS, PoolStarts, Replayed, replay_pools
 from spark_runtime.simulator.stack import Unit, reuse_distances
 from spark_runtime.simulator.traces import LayerClass, Trace
 from spark_runtime.tier_start import DECAY, PRIOR_TOKENS
@@ -51,8 +51,8 @@ class Cache:
     """Worth of a profile to ``scored``, tokens."""
     pinned_share: float = 0.75
     """Of the slots, for ``lru_pinned``."""
-    waiting_doublings: int = 0
-    """Of the scores of layers that a call has not come to yet, in one pool; 0 is what the runtime does."""
+    waiting_doublings: int = WAITING_DOUBLINGS
+    """Of the scores of layers that a call has not come to yet, in one pool."""
     foreseen: bool = False
     """Whether one pool spares what such layers will select, as if it were known."""
 

@@ -2,7 +2,8 @@
 
 A score is a 32-bit number, decayed through the same two tables. Within a call no score changes, so scores are compared
 through one key an expert: whether this step selected it, its score's bits (which order positive floats as they are),
-and its stamp. The lowest key leaves; ties go to the lower entry, as ``argmin`` gives them.
+and its stamp. The lowest key leaves; ties go to the lower entry, as ``argmin`` gives them. Scores of layers that the
+call has not come to yet count double, which keeps their order among themselves.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from spark_runtime.simulator.lanes import Lanes, Run
 
-__all__ = ["PoolStarts", "Replayed", "replay_pools"]
+__all__ = ["WAITING_DOUBLINGS", "PoolStarts", "Replayed", "replay_pools"]
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -22,12 +23,16 @@ _KeyArray = NDArray[np.uint64]
 
 MAX_SLOT_TOKENS = 8
 """Larger calls go around the slots (``native/tier.h``)."""
+WAITING_DOUBLINGS = 1
+"""What the runtime does."""
 MAX_WAITING_DOUBLINGS = 64
 _DECAY_STEP = 256
 _NEVER = np.uint64(2**64 - 1)
 _TOUCHED = np.uint64(2**63)
-_DOUBLED = np.uint64(2**55)
-"""Added to a key: the exponent of its score is one more."""
+_EXPONENT = np.uint64(2**55)
+"""The lowest bit of the exponent of a key's score: added to it, the score is doubled."""
+_SCORE = np.uint64((2**31 - 1) << 32)
+"""The bits of a key that are its score."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +82,19 @@ class Replayed:
 
 
 def replay_pools(
-    lanes: Lanes, starts: PoolStarts, decay: float, waiting_doublings: int = 0, *, foreseen: bool = False
+    lanes: Lanes,
+    starts: PoolStarts,
+    decay: float,
+    waiting_doublings: int = WAITING_DOUBLINGS,
+    *,
+    foreseen: bool = False,
 ) -> Replayed:
     """Replay every lane through its pool.
 
     Layers of one pool share its slots down to their floor of ``2 * top_k``; give each layer a lane of its own for slots
     that are not shared. So often are the scores of layers that a call has not come to yet doubled, while a slot is
-    looked for: their routers may still ask for what would leave. The runtime does not (0). ``foreseen`` spares what
-    they will ask for, which nothing that runs can know. Raises ``ValueError`` for what makes no sense.
+    looked for: their routers may still ask for what would leave. The runtime doubles them once. ``foreseen`` spares
+    what they will ask for, which nothing that runs can know. Raises ``ValueError`` for what makes no sense.
     """
     if not 0 <= decay <= 1:
         raise ValueError(f"decay {decay}, expected 0 to 1")
@@ -140,7 +150,7 @@ class _Pools:
         self.top_k = top_k
         self.weights = weights
         self.foreseen = foreseen
-        self.waiting = np.uint64(waiting_doublings) * _DOUBLED
+        self.waiting_doublings = waiting_doublings
         n_entries = self.n_layers * self.n_experts
         rank = np.argsort(starts.order, axis=2, kind="stable")
         shape = (n_lanes, n_entries)
@@ -264,9 +274,7 @@ class _Keys:
             self.resident[lanes, wanted] = True
             return
         lowest = self.lowest[lanes]
-        if self.pools.waiting:
-            waiting = lowest[:, layer + 1 :]
-            waiting[waiting < _TOUCHED] += self.pools.waiting
+        _double(lowest[:, layer + 1 :], self.pools.waiting_doublings)
         lowest[self.at_floor[lanes]] = _NEVER
         lowest[:, layer] = own.min(axis=1)
         owner = lowest.argmin(axis=1)
@@ -283,6 +291,14 @@ class _Keys:
         self.at_floor[lanes, owner] = self.n_resident[lanes, owner] <= self.floor[lanes, owner]
         self.at_floor[lanes, layer] = self.n_resident[lanes, layer] <= self.floor[lanes, layer]
         self.lowest[lanes, owner] = theirs.min(axis=1)
+
+
+def _double(keys: _KeyArray, times: int) -> None:
+    """Double the scores in keys that nothing holds, so often; below the normal numbers a score is its own exponent."""
+    if times and keys.size:
+        free = keys < _TOUCHED
+        for _ in range(times):
+            keys += np.where(free, np.minimum(keys & _SCORE, _EXPONENT), np.uint64(0))
 
 
 def _keep_first(missing: NDArray[np.bool_], entries: IntArray) -> None:

@@ -40,7 +40,7 @@ float weight(const float * decay, uint32_t age) {
 uint32_t victim(const device_class & c, const device_call & call) {
     uint32_t best = ~0u;
     bool best_touched = false;
-    float best_score = 0;
+    double best_score = 0;
     for (uint32_t entry = 0; entry < c.n_entries; entry++) {
         const uint32_t owner = c.layer_of[entry];
         const layer_state & state = c.layers[owner];
@@ -49,7 +49,8 @@ uint32_t victim(const device_class & c, const device_call & call) {
         if (c.slot_of[entry] < 0 || std::isinf(meta.prior) || (own ? touched : state.n_resident <= state.floor)) {
             continue;
         }
-        const float score = meta.prior + meta.score * weight(c.decay, (state.clock + state.top_k - meta.stamp) / state.top_k);
+        const float known = meta.prior + meta.score * weight(c.decay, (state.clock + state.top_k - meta.stamp) / state.top_k);
+        const double score = owner > call.layer ? 2 * double(known) : double(known);
         if (best == ~0u || touched < best_touched ||
             (touched == best_touched && (score < best_score || (score == best_score && meta.stamp < c.meta[best].stamp)))) {
             best = entry;

@@ -15,6 +15,9 @@ from spark_runtime.simulator.pools import PoolStarts, replay_pools
 from spark_runtime.slot_pool import SlotPool
 from spark_runtime.tier_start import LayerStart, TierStart
 
+PRIORS = [0.0, 0.5, 1.0, 2.0, 3.7, 2.0**-149, 2.0**-148, 2.0**-127, 2.0**-126, 1.6e38, 3e38]
+"""Among them doubles of each other, numbers too small for an exponent, and one too large to be doubled."""
+
 
 @st.composite
 def pools(draw: st.DrawFn) -> tuple[list[TierStart], list[np.ndarray], list[np.ndarray]]:
@@ -29,7 +32,7 @@ def pools(draw: st.DrawFn) -> tuple[list[TierStart], list[np.ndarray], list[np.n
         for block in range(n_layers):
             slots = draw(st.integers(floor, n_experts))
             pinned = draw(st.integers(0, n_experts if slots == n_experts else max(0, slots - floor)))
-            prior = draw(st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.7]), min_size=n_experts, max_size=n_experts))
+            prior = draw(st.lists(st.sampled_from(PRIORS), min_size=n_experts, max_size=n_experts))
             order = np.array(draw(st.permutations(range(n_experts))))
             layers.append(LayerStart(block, top_k, slots, order, np.array(prior), pinned))
         sizes = draw(st.lists(st.sampled_from([1, 1, 1, 2, 3, 9]), max_size=12))
@@ -152,7 +155,7 @@ def test_sparing_layers_to_come_moves_slots_only(
     """With everything in slots nothing is missed; a single layer has none to come, so nothing changes for it."""
     starts, traces, calls = case
     lanes, pool = lanes_of(traces, calls), starts_of(starts)
-    usual = replay_pools(lanes, pool, starts[0].decay)
+    usual = replay_pools(lanes, pool, starts[0].decay, 0)
     spared = replay_pools(lanes, pool, starts[0].decay, doublings, foreseen=foreseen)
     assert (spared.cold <= lanes.ids.shape[2]).all()
     if pool.order.shape[1] == 1 or (doublings == 0 and not foreseen):
@@ -174,6 +177,20 @@ def test_a_layer_to_come_keeps_what_it_is_about_to_select() -> None:
     )
     assert usual == 2
     assert spared == foreseen == 1
+
+
+@settings(deadline=None, max_examples=60)
+@given(pools(), st.integers(0, 3))
+def test_lru_is_the_same_in_layers_to_come(
+    case: tuple[list[TierStart], list[np.ndarray], list[np.ndarray]], doublings: int
+) -> None:
+    """Twice nothing is nothing: without memory and priors the longest unused leaves, in whatever layer."""
+    starts, traces, calls = case
+    lanes, pool = lanes_of(traces, calls), starts_of(starts)
+    unknown = PoolStarts(pool.order, np.zeros_like(pool.prior), pool.slots, pool.pinned)
+    usual, doubled = (replay_pools(lanes, unknown, 0.0, times) for times in (0, doublings))
+    assert (usual.cold == doubled.cold).all()
+    assert (usual.loads == doubled.loads).all()
 
 
 @pytest.mark.parametrize("doublings", [-1, 65])
