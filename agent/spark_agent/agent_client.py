@@ -12,7 +12,7 @@ from spark_agent.service_url import is_loopback
 
 __all__ = ["MAX_ANSWER_BYTES", "ask_agent", "fetch"]
 
-MAX_ANSWER_BYTES = 8 * 2**20
+MAX_ANSWER_BYTES = 4 * 2**20
 
 
 def fetch(

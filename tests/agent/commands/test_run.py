@@ -65,7 +65,7 @@ def test_the_start_up_object_and_a_manifest(manifest, tmp_path):
     path.write_text(manifest.model_copy(update={"n_ctx": 512}).model_dump_json())
     with running("--manifest", path) as (process, start):
         assert start["n_ctx"] == 512, "the context that the manifest was planned for"
-        fixed = ["base_url", "model", "fingerprint", "n_ctx", "tiers", "manifest", "placement", "upload"]
+        fixed = ["base_url", "model", "fingerprint", "n_ctx", "parallel", "tiers", "manifest", "placement", "upload"]
         assert list(start) == [*fixed, "choices", "expected", "llama_cpp"]
         assert start["fingerprint"] == manifest.fingerprint
         assert start["tiers"]["expert_bytes"] > 0
@@ -175,7 +175,12 @@ def test_a_signal_ends_it_and_keeps_the_counts(number, kept):
     assert (process.returncode, out) == (0, "")
     first, *plan = err.splitlines()
     assert first == "no model named: using the bundled demo model"
-    assert {line.split("  ")[0] for line in plan} <= {"context", "experts", "decode"}, "the plan, and nothing else"
+    assert {line.split("  ")[0] for line in plan} <= {
+        "context",
+        "parallel",
+        "experts",
+        "decode",
+    }, "the plan, and nothing else"
     (row,) = kept()
     assert row.workload == "review"
     assert row.tokens >= reply.json()["usage"]["prompt_tokens"]

@@ -104,8 +104,11 @@ def test_chat(clients: Clients, model: str) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 8
-    assert chunks[-1].usage.prompt_tokens_details is not None
-    assert (chunks[-1].usage.prompt_tokens_details.cached_tokens or 0) > 0
+    more = [*HELLO, {"role": "assistant", "content": text}, {"role": "user", "content": "And then?"}]
+    turn = clients.openai.chat.completions.create(model=model, messages=more, max_tokens=2, temperature=0)
+    assert turn.usage is not None
+    assert turn.usage.prompt_tokens_details is not None
+    assert (turn.usage.prompt_tokens_details.cached_tokens or 0) > 0, "the next turn goes on"
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
