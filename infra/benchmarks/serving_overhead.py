@@ -6,7 +6,7 @@ conversation in turn, so that neither has the machine at a better time. ``random
 token takes several milliseconds on two cores (``big_model.py``), written and removed again. With one thread llama.cpp
 leaves the second core to server and client.
 
-The client is a socket and does nothing but note when bytes came: what it takes is not the server's.
+Tokens that end an answer are biased away in both, so that all answers are of one length. The client is a socket and does nothing but note when bytes came: what it takes is not the server's.
 """
 
 from __future__ import annotations
@@ -70,20 +70,23 @@ def bare(path: Path, threads: int) -> None:
     began = time.perf_counter()
     with Engine.load(path, EngineOptions(n_ctx=N_CTX, n_threads=threads)) as engine:
         load_s = time.perf_counter() - began
-        told = {"load_s": load_s, "before_bytes": before, "loaded_bytes": private_bytes(os.getpid())}
+        loaded = private_bytes(os.getpid())
+        never = tuple((token, -100.0) for token in range(engine.n_vocab) if engine.is_end(token))
+        told = {"load_s": load_s, "before_bytes": before, "loaded_bytes": loaded, "end_tokens": dict(never)}
         print(json.dumps(told), flush=True)
+        sampling = Sampling(logit_bias=never)
         prompting = Prompting(ChatFormat(engine))
         counts = SessionCounts(engine.shape)
         for line in sys.stdin:
             asked = json.loads(line)
             messages = tuple(Message(each["role"], each["content"]) for each in asked["messages"])
-            tokens = prompting.prepare(Ask(Sampling(), messages)).tokens
+            tokens = prompting.prepare(Ask(sampling, messages)).tokens
             came: list[float] = []
             said: list[int] = []
             began_cpu, began = time.process_time(), time.perf_counter()
             with engine.counting(counts if asked["counting"] else None):
                 engine.prompt(tokens)
-                for token in engine.generate(Sampling(), asked["tokens"]):
+                for token in engine.generate(sampling, asked["tokens"]):
                     came.append(time.perf_counter() - began)
                     said.append(token)
             answer = {
@@ -151,9 +154,9 @@ class Agent:
         self._socket = socket.create_connection((url.hostname or "127.0.0.1", url.port or 80))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def ask(self, messages: list[dict[str, str]], tokens: int) -> dict[str, Any]:
+    def ask(self, messages: list[dict[str, str]], tokens: int, bias: dict[str, float]) -> dict[str, Any]:
         """One streamed chat completion."""
-        body = {"messages": messages, "max_tokens": tokens, "temperature": 0, "stream": True}
+        body = {"messages": messages, "max_tokens": tokens, "temperature": 0, "stream": True, "logit_bias": bias}
         raw = json.dumps(body | {"stream_options": {"include_usage": True}}).encode()
         head = (
             "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
@@ -217,7 +220,7 @@ def compare(path: Path, threads: int, arguments: argparse.Namespace) -> dict[str
         for number in range(arguments.rounds + 2):
             messages = conversation(number)
             found = {"bare": engine.ask(messages, arguments.tokens)}
-            found["http"] = agent.ask(messages, arguments.tokens)
+            found["http"] = agent.ask(messages, arguments.tokens, engine.told["end_tokens"])
             found["not counting"] = engine.ask(messages, arguments.tokens, counting=False)
             if found["bare"]["prompt_tokens"] != found["http"]["prompt_tokens"]:
                 raise SystemExit("error: the agent and the engine were asked different things")
