@@ -239,8 +239,8 @@ def own_over_common(recipe: Recipe, block: int) -> float:
     return float(np.sqrt(own / common))
 
 
-def write_model(path: Path, recipe: Recipe) -> None:
-    """Write the model, one tensor in memory at a time."""
+def write_model(path: Path, recipe: Recipe, tokenizer_of: Path | None = None) -> None:
+    """Write the model, one tensor in memory at a time, with the tokenizer and chat template of another file if any."""
     for size in (recipe.hidden, recipe.expert_width, recipe.heads * recipe.head_size):
         if size % BLOCK:
             raise SystemExit(f"error: a row of {size} weights, expected a multiple of {BLOCK}")
@@ -259,8 +259,11 @@ def write_model(path: Path, recipe: Recipe) -> None:
     writer.add_expert_used_count(recipe.top_k)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(1e6)
-    writer.add_tokenizer_model("no_vocab")
     writer.add_vocab_size(recipe.vocabulary)
+    if tokenizer_of is None:
+        writer.add_tokenizer_model("no_vocab")
+    else:
+        copy_tokenizer(writer, tokenizer_of, recipe.vocabulary)
     tensors = list(tensors_of(recipe))
     for tensor in tensors:
         n_bytes = _n_bytes(tensor)
@@ -276,6 +279,18 @@ def write_model(path: Path, recipe: Recipe) -> None:
     writer.close()
 
 
+def copy_tokenizer(writer: gguf.GGUFWriter, source: Path, vocabulary: int) -> None:
+    """Copy what a model file says of text; its vocabulary must have the size that the weights are written for."""
+    known = gguf.GGUFReader(source).fields
+    n_tokens = len(known["tokenizer.ggml.tokens"].data)
+    if n_tokens != vocabulary:
+        raise SystemExit(f"error: {source.name} has {n_tokens} tokens, expected {vocabulary}: pass --vocabulary {n_tokens}")
+    for key, value in known.items():
+        if key.startswith("tokenizer."):
+            inner = value.types[1] if len(value.types) > 1 else None
+            writer.add_key_value(key, value.contents(), value.types[0], inner)
+
+
 def _n_bytes(tensor: Tensor) -> int:
     block, size = gguf.GGML_QUANT_SIZES[tensor.kind]
     return int(np.prod(tensor.shape)) // block * size
@@ -287,10 +302,12 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     for field in fields(Recipe):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+    parser.add_argument("--tokenizer-of", type=Path, help="a model file whose tokenizer and chat template to copy")
     options = vars(parser.parse_args())
     out: Path = options.pop("out")
+    tokenizer_of: Path | None = options.pop("tokenizer_of")
     start = time.perf_counter()
-    write_model(out, Recipe(**options))
+    write_model(out, Recipe(**options), tokenizer_of)
     print(f"{out}: {out.stat().st_size / 1e9:.2f} GB in {time.perf_counter() - start:.1f} s")
 
 

@@ -35,12 +35,14 @@ class Choice:
 
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two lists begin with alike."""
+    """How many tokens two sequences, of whichever types, begin with alike."""
     most = min(len(a), len(b))
     for start in range(0, most, _STRIDE):
         end = min(start + _STRIDE, most)
         if a[start:end] != b[start:end]:  # whole parts compare much quicker than single tokens
-            return next(at for at in range(start, end) if a[at] != b[at])
+            differing = next((at for at in range(start, end) if a[at] != b[at]), None)
+            if differing is not None:  # a list never equals a tuple
+                return differing
     return most
 
 

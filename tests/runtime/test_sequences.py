@@ -22,6 +22,7 @@ TOKENS = st.lists(st.integers(0, 1), max_size=12)
 def test_common_length(a: list[int], b: list[int], ahead: int) -> None:
     expected = next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     assert common_length([2] * ahead + a, [2] * ahead + b) == ahead + expected
+    assert common_length([2] * ahead + a, (*[2] * ahead, *b)) == ahead + expected
 
 
 def test_a_conversation_goes_on_where_it_is() -> None:

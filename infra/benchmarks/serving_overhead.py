@@ -1,0 +1,331 @@
+"""What serving costs beside the bare engine: speed through HTTP, idle memory and time, and starting.
+
+Usage: serving_overhead.py [--model demo|random|FILE.gguf …] [--threads 1 2] [--rounds N] [--tokens N] [--starts N]
+[--out FILE]. One process has the bare engine, another is a real agent, and both stay loaded; they are asked the same
+conversation in turn, so that neither has the machine at a better time. ``random`` is a model with random weights whose
+token takes several milliseconds on two cores (``big_model.py``), written and removed again. With one thread llama.cpp
+leaves the second core to server and client.
+
+Tokens that end an answer are biased away in both, so that all answers are of one length. The client is a socket and does nothing but note when bytes came: what it takes is not the server's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from report import parser_of, report
+
+N_CTX = 1024
+IDLE_S = 20.0
+SYSTEM = "You answer questions about a repository. Be brief, and show code where it helps."
+ASKED = ("list the files", "why does this test fail", "rename this function", "show me an example", "fix the import")
+RANDOM = {"layers": 3, "experts": 32, "vocabulary": 8192}
+
+
+def conversation(number: int) -> list[dict[str, str]]:
+    """A short conversation whose beginning all share: what differs is the last message."""
+    last = f"{number}: {ASKED[number % len(ASKED)]} of module number {number * 7}"
+    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": last}]
+
+
+def private_bytes(pid: int) -> int:
+    """Memory that a process has for itself, without the file pages that are its model and its libraries."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    return 1024 * int(dict(line.split(":", 1) for line in lines)["Anonymous"].split()[0])
+
+
+def cpu_s(pid: int) -> float:
+    """Processor time that a process took so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def bare(path: Path, threads: int) -> None:
+    """The engine alone: asked by lines of JSON, answers by lines."""
+    from spark_agent.dialogue.messages import Message
+    from spark_agent.server.exchange import Ask
+    from spark_agent.server.prompting import Prompting
+    from spark_runtime.chat import ChatFormat
+    from spark_runtime.engine import Engine, EngineOptions
+    from spark_runtime.llama import bindings
+    from spark_runtime.sampling import Sampling
+    from spark_runtime.session_counts import SessionCounts
+
+    bindings()
+    before = private_bytes(os.getpid())
+    began = time.perf_counter()
+    with Engine.load(path, EngineOptions(n_ctx=N_CTX, n_threads=threads)) as engine:
+        load_s = time.perf_counter() - began
+        loaded = private_bytes(os.getpid())
+        never = tuple((token, -100.0) for token in range(engine.n_vocab) if engine.is_end(token))
+        told = {"load_s": load_s, "before_bytes": before, "loaded_bytes": loaded, "end_tokens": dict(never)}
+        print(json.dumps(told), flush=True)
+        sampling = Sampling(logit_bias=never)
+        prompting = Prompting(ChatFormat(engine))
+        counts = SessionCounts(engine.shape)
+        for line in sys.stdin:
+            asked = json.loads(line)
+            messages = tuple(Message(each["role"], each["content"]) for each in asked["messages"])
+            tokens = prompting.prepare(Ask(sampling, messages)).tokens
+            came: list[float] = []
+            said: list[int] = []
+            began_cpu, began = time.process_time(), time.perf_counter()
+            with engine.counting(counts if asked["counting"] else None):
+                engine.prompt(tokens)
+                for token in engine.generate(sampling, asked["tokens"]):
+                    came.append(time.perf_counter() - began)
+                    said.append(token)
+            answer = {
+                "first_s": came[0],
+                "decode_tok_s": (len(came) - 1) / (came[-1] - came[0]),
+                "cpu_ms_per_token": 1000 * (time.process_time() - began_cpu) / len(came),
+                "prompt_tokens": len(tokens),
+                "text": b"".join(map(engine.piece, said)).decode(errors="replace"),
+                "private_bytes": private_bytes(os.getpid()),
+            }
+            print(json.dumps(answer), flush=True)
+
+
+class Bare:
+    """A process with the engine alone."""
+
+    def __init__(self, path: Path, threads: int) -> None:
+        command = [sys.executable, __file__, "--bare", str(path), "--threads", str(threads)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.told = self._line()
+
+    def _line(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return answer
+
+    def ask(self, messages: list[dict[str, str]], tokens: int, *, counting: bool = True) -> dict[str, Any]:
+        """One generation."""
+        assert self.process.stdin is not None
+        print(
+            json.dumps({"messages": messages, "tokens": tokens, "counting": counting}),
+            file=self.process.stdin,
+            flush=True,
+        )
+        return self._line()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(60)
+
+
+class Agent:
+    """A real agent, and one connection to it."""
+
+    def __init__(self, path: Path, threads: int, home: Path) -> None:
+        names = ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR")
+        environment = {**os.environ, **{name: str(home / name) for name in names}, "SPARKMOE_OFFLINE": "1"}
+        command = [str(Path(sys.executable).with_name("spark-agent")), "run", str(path), "-p", "0", "--json"]
+        command += ["--ctx", str(N_CTX), "--parallel", "1", "--threads", str(threads)]
+        began = time.perf_counter()
+        with (home / "agent.log").open("w") as log:
+            self.process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, stdin=subprocess.DEVNULL
+            )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        self.ready_s = time.perf_counter() - began
+        if not line:
+            raise SystemExit("error: the agent did not start: " + (home / "agent.log").read_text())
+        url = urlsplit(json.loads(line)["base_url"])
+        self._socket = socket.create_connection((url.hostname or "127.0.0.1", url.port or 80))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def ask(self, messages: list[dict[str, str]], tokens: int, bias: dict[str, float]) -> dict[str, Any]:
+        """One streamed chat completion."""
+        body = {"messages": messages, "max_tokens": tokens, "temperature": 0, "stream": True, "logit_bias": bias}
+        raw = json.dumps(body | {"stream_options": {"include_usage": True}}).encode()
+        head = (
+            "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(raw)}\r\n\r\n"
+        )
+        cpu, parts = cpu_s(self.process.pid), []
+        began = time.perf_counter()
+        self._socket.sendall(head.encode() + raw)
+        ended = False
+        while not ended:
+            part = self._socket.recv(65536)
+            parts.append((time.perf_counter() - began, part))
+            tail = b"".join(each for _, each in parts[-3:])
+            ended = not part or tail.endswith(b"0\r\n\r\n")
+        return self._read(parts) | {"cpu_ms_per_token": 1000 * (cpu_s(self.process.pid) - cpu) / tokens}
+
+    def _read(self, parts: Sequence[tuple[float, bytes]]) -> dict[str, Any]:
+        came: list[float] = []
+        text, usage, rest = "", None, b""
+        for at_s, part in parts:
+            *lines, rest = (rest + part).split(b"\n")
+            for line in lines:
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line[6:])
+                usage = event.get("usage") or usage
+                for choice in event.get("choices", ()):
+                    said = choice["delta"].get("content")
+                    if said:
+                        came.append(at_s)
+                        text += said
+        if usage is None:
+            raise SystemExit(f"error: an answer without usage: {parts!r:.2000}")
+        return {
+            "first_s": came[0],
+            "decode_tok_s": (usage["completion_tokens"] - 1) / (came[-1] - came[0]),
+            "prompt_tokens": usage["prompt_tokens"],
+            "completion_tokens": usage["completion_tokens"],
+            "reused_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+            "events": len(came),
+            "text": text,
+        }
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(60)
+
+
+def compare(path: Path, threads: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One model with one number of threads."""
+    rows: dict[str, list[dict[str, Any]]] = {"bare": [], "not counting": [], "http": []}
+    with (
+        tempfile.TemporaryDirectory(prefix="spark-overhead-") as name,
+        Bare(path, threads) as engine,
+        Agent(path, threads, Path(name)) as agent,
+    ):
+        for number in range(arguments.rounds + 2):
+            messages = conversation(number)
+            found = {"bare": engine.ask(messages, arguments.tokens)}
+            found["http"] = agent.ask(messages, arguments.tokens, engine.told["end_tokens"])
+            found["not counting"] = engine.ask(messages, arguments.tokens, counting=False)
+            if found["bare"]["prompt_tokens"] != found["http"]["prompt_tokens"]:
+                raise SystemExit("error: the agent and the engine were asked different things")
+            if number >= 2:  # the first ones warm everything
+                for kind, row in found.items():
+                    rows[kind].append(row)
+        time.sleep(2)
+        idle_bytes, idle_cpu = private_bytes(agent.process.pid), cpu_s(agent.process.pid)
+        time.sleep(IDLE_S)
+        idle_cpu = cpu_s(agent.process.pid) - idle_cpu
+        loaded = engine.told["loaded_bytes"] - engine.told["before_bytes"]
+        bare_bytes = rows["bare"][-1]["private_bytes"]
+        grown = bare_bytes - engine.told["loaded_bytes"]
+    same = sum(one["text"].startswith(other["text"]) for one, other in zip(rows["bare"], rows["http"], strict=True))
+
+    def median(kind: str, key: str) -> float:
+        return statistics.median(row[key] for row in rows[kind])
+
+    def over(kind: str, key: str) -> float:
+        # Of each round's two, as what else runs on the machine changes from round to round.
+        return statistics.median(
+            one[key] / other[key] - 1 for one, other in zip(rows[kind], rows["bare"], strict=True)
+        )
+
+    return {
+        "model": path.name,
+        "threads": threads,
+        "rounds": arguments.rounds,
+        "prompt_tokens": rows["http"][0]["prompt_tokens"],
+        "reused_tokens": rows["http"][0]["reused_tokens"],
+        "completion_tokens": median("http", "completion_tokens"),
+        "events": median("http", "events"),
+        "same_text": f"{same} of {arguments.rounds}",
+        "decode_tok_s": {kind: round(median(kind, "decode_tok_s"), 2) for kind in rows},
+        "http_decode_over_bare": round(over("http", "decode_tok_s"), 4),
+        "first_token_ms": {kind: round(1000 * median(kind, "first_s"), 2) for kind in rows},
+        "http_first_token_over_bare": round(over("http", "first_s"), 4),
+        "cpu_ms_per_token": {kind: round(median(kind, "cpu_ms_per_token"), 3) for kind in rows},
+        "private_bytes": {
+            "bare_before_loading": engine.told["before_bytes"],
+            "bare_loaded": engine.told["loaded_bytes"],
+            "bare_after": bare_bytes,
+            "agent_idle": idle_bytes,
+            "agent_beyond_bare": idle_bytes - bare_bytes,
+            "agent_beyond_model": idle_bytes - loaded - max(grown, 0),
+        },
+        "idle_cpu_share": round(idle_cpu / IDLE_S, 5),
+    }
+
+
+def starting(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """From a new process to being ready, beside loading alone."""
+    ready, load = [], []
+    for _ in range(arguments.starts):
+        with tempfile.TemporaryDirectory(prefix="spark-overhead-") as name:
+            with Agent(path, 1, Path(name)) as agent:
+                ready.append(agent.ready_s)
+            with Bare(path, 1) as engine:
+                load.append(engine.told["load_s"])
+    return {
+        "ready_s": round(statistics.median(ready), 3),
+        "load_s": round(statistics.median(load), 3),
+        "beyond_loading_s": round(statistics.median(ready) - statistics.median(load), 3),
+        "ready_runs": [round(value, 3) for value in ready],
+    }
+
+
+@contextmanager
+def model_file(model: str) -> Iterator[Path]:
+    """The model's file, written where there is none and then removed."""
+    from spark_runtime.models import demo_model_path
+
+    if model == "demo":
+        yield demo_model_path()
+    elif model == "random":
+        from big_model import Recipe, write_model
+
+        with tempfile.TemporaryDirectory(prefix="spark-overhead-") as name:
+            write_model(path := Path(name) / "random.gguf", Recipe(**RANDOM), demo_model_path())
+            yield path
+    else:
+        yield Path(model)
+
+
+def main() -> None:
+    """Measure what the options say, or be the bare engine."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--model", nargs="+", default=["demo", "random"])
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--starts", type=int, default=5)
+    parser.add_argument("--bare", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.bare is not None:
+        bare(arguments.bare, arguments.threads[0])
+        return
+    found: dict[str, Any] = {"n_ctx": N_CTX, "tokens": arguments.tokens, "speed": [], "starting": {}}
+    for model in arguments.model:
+        with model_file(model) as path:
+            found["speed"] += [compare(path, threads, arguments) for threads in arguments.threads]
+            if arguments.starts:
+                found["starting"][path.name] = starting(path, arguments)
+    report(found, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
