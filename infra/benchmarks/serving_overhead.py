@@ -7,7 +7,8 @@ token takes several milliseconds on two cores (``big_model.py``), written and re
 leaves the second core to server and client. ``not counting`` is the engine asked the same again: only its decode
 speed can be compared, as its prompt is in the context already.
 
-Tokens that end an answer are biased away in both, so that all answers are of one length. The client is a socket and does nothing but note when bytes came: what it takes is not the server's.
+Tokens that end an answer are biased away in both, so that all answers are of one length. The client is a socket and
+does nothing but note when bytes came: what it takes is not the server's.
 """
 
 from __future__ import annotations
