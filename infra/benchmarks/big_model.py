@@ -284,7 +284,9 @@ def copy_tokenizer(writer: gguf.GGUFWriter, source: Path, vocabulary: int) -> No
     known = gguf.GGUFReader(source).fields
     n_tokens = len(known["tokenizer.ggml.tokens"].data)
     if n_tokens != vocabulary:
-        raise SystemExit(f"error: {source.name} has {n_tokens} tokens, expected {vocabulary}: pass --vocabulary {n_tokens}")
+        raise SystemExit(
+            f"error: {source.name} has {n_tokens} tokens, expected {vocabulary}: pass --vocabulary {n_tokens}"
+        )
     for key, value in known.items():
         if key.startswith("tokenizer."):
             inner = value.types[1] if len(value.types) > 1 else None

@@ -4,9 +4,11 @@ Usage: serving_overhead.py [--model demo|random|FILE.gguf …] [--threads 1 2] [
 [--out FILE]. One process has the bare engine, another is a real agent, and both stay loaded; they are asked the same
 conversation in turn, so that neither has the machine at a better time. ``random`` is a model with random weights whose
 token takes several milliseconds on two cores (``big_model.py``), written and removed again. With one thread llama.cpp
-leaves the second core to server and client.
+leaves the second core to server and client. ``not counting`` is the engine asked the same again: only its decode
+speed can be compared, as its prompt is in the context already.
 
-Tokens that end an answer are biased away in both, so that all answers are of one length. The client is a socket and does nothing but note when bytes came: what it takes is not the server's.
+Tokens that end an answer are biased away in both, so that all answers are of one length. The client is a socket and
+does nothing but note when bytes came: what it takes is not the server's.
 """
 
 from __future__ import annotations
@@ -241,9 +243,7 @@ def compare(path: Path, threads: int, arguments: argparse.Namespace) -> dict[str
 
     def over(kind: str, key: str) -> float:
         # Of each round's two, as what else runs on the machine changes from round to round.
-        return statistics.median(
-            one[key] / other[key] - 1 for one, other in zip(rows[kind], rows["bare"], strict=True)
-        )
+        return statistics.median(one[key] / other[key] - 1 for one, other in zip(rows[kind], rows["bare"], strict=True))
 
     return {
         "model": path.name,
