@@ -85,6 +85,7 @@ class Answering:
         self._parallel = parallel
         self._results = generation.results()
         self._next: asyncio.Task[Piece | Finished] | None = None
+        self._held: Finished | Exception | None = None
         self._calls = 0
         self.prompt_tokens: tuple[int, ...] = tuple(generation.tokens)
 
@@ -114,14 +115,36 @@ class Answering:
             self._next = asyncio.ensure_future(anext(self._results))
         return self._next
 
+    def _ready(self) -> Piece | Finished | Exception | None:
+        """What has come already: waiting for it would take a task."""
+        if self._held is not None:
+            event, self._held = self._held, None
+            return event
+        if self._next is not None or self._generation.events.empty():
+            return None
+        return self._generation.events.get_nowait()
+
+    def _with_what_is_ready(self, piece: Piece) -> Piece:
+        """Tokens that came while others were sent go out together; none waits for another."""
+        texts, tokens = [piece.text], [*piece.tokens]
+        while isinstance(more := self._ready(), Piece):
+            texts.append(more.text)
+            tokens.extend(more.tokens)
+        self._held = more
+        return Piece("".join(texts), tuple(tokens))
+
     async def outputs(self) -> AsyncIterator[Output]:
         """Everything until the end; raises what the engine raised."""
         try:
             while True:
-                if not await self.wait(IDLE_S):
-                    yield Idle()
-                    continue
-                event, self._next = self._pending().result(), None
+                event = self._ready()
+                if event is None:
+                    if not await self.wait(IDLE_S):
+                        yield Idle()
+                        continue
+                    event, self._next = self._pending().result(), None
+                if isinstance(event, Exception):
+                    raise event
                 if isinstance(event, Finished):
                     rest = self._wanted(self._parser.end())
                     if rest:
@@ -129,9 +152,10 @@ class Answering:
                     reason = "tool_calls" if self._calls and event.reason == "stop" else event.reason
                     yield Ended(reason, event)
                     return
-                said = self._wanted(self._parser.push(event.text))
-                if said or event.tokens:
-                    yield Said(said, event.tokens)
+                piece = self._with_what_is_ready(event)
+                said = self._wanted(self._parser.push(piece.text))
+                if said or piece.tokens:
+                    yield Said(said, piece.tokens)
         finally:
             await self.close()
 

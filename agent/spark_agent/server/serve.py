@@ -55,6 +55,9 @@ from spark_schemas.manifest import PlacementManifest
 __all__ = ["bind", "serve"]
 
 _BACKLOG = 128
+_SWITCH_S = 0.0005
+"""How long one thread may go on while another waits to run Python: the computing thread and the one that answers hand
+tokens to each other, and 5 ms, Python's own choice, is a token's time."""
 _CUT_OFF_S = 30
 """When connections are closed even if the engine is still in the middle of a step."""
 
@@ -205,6 +208,7 @@ def serve(
     observed = Observed(app, app.routes, activity)
     config = uvicorn.Config(observed, log_level="warning", timeout_graceful_shutdown=_CUT_OFF_S, server_header=False)
     server = StoppableServer(config, worker.give_up)
+    sys.setswitchinterval(_SWITCH_S)
     with server.signals():
         try:
             server.run(sockets=[listener])

@@ -21,7 +21,9 @@ def served(serve: Any, residency: float | None) -> tuple[list[Any], dict[str, An
         answers = [agent.answer(question, max_tokens=12) for question in QUESTIONS]
         # The same conversation goes on after others have been served between.
         answers.append(agent.answer(QUESTIONS[0], max_tokens=20))
-        answers.append("".join(str(event) for event in agent.events(QUESTIONS[1], max_tokens=3)).count("content"))
+        events = [event for event in agent.events(QUESTIONS[1], max_tokens=3) if isinstance(event, dict)]
+        deltas = [choice["delta"] for event in events for choice in event["choices"]]
+        answers.append("".join(delta.get("content") or "" for delta in deltas))
         stats = agent.client.get("/spark/stats").json()
     histograms = {lineage: counts.to_histogram("ab" * 32, "chat") for lineage, counts in agent.kept}
     assert agent.complaints == []
