@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ __all__ = [
     "plan_for",
     "plan_table",
     "planned_options",
+    "serving_threads",
     "tiers_of",
     "warn_about_tiers",
 ]
@@ -159,6 +161,15 @@ def planned_options(
         tier=None if plan is None else plan.start,
         devices=options.devices,
     )
+
+
+def serving_threads() -> int:
+    """Threads that compute while others answer: all processors but one.
+
+    llama.cpp's threads wait for each other many times a token. One whose processor is sending the last token holds up
+    all of them, which costs more than a processor (``infra/benchmarks/serving_overhead.py``).
+    """
+    return max(1, len(os.sched_getaffinity(0)) - 1)
 
 
 def plan_table(plan: TierPlan) -> str:

@@ -22,6 +22,7 @@ from spark_agent.tiering import (
     TierOptions,
     plan_for,
     planned_options,
+    serving_threads,
     tiers_of,
     warn_about_tiers,
 )
@@ -64,7 +65,7 @@ def run_command(
         list[str] | None, typer.Option(help="Further name that requests may give the model, or a pattern: 'claude-*'.")
     ] = None,
     threads: Annotated[
-        int, typer.Option(min=0, max=MOST_THREADS, help="CPU threads; 0: all this process may use.")
+        int, typer.Option(min=0, max=MOST_THREADS, help="CPU threads; 0: all but one, which answers.")
     ] = 0,
     vram: Annotated[
         str | None, typer.Option(help="Most video memory to use, e.g. 14G; left out: what is free but a reserve.")
@@ -168,7 +169,9 @@ def _serve(context: AgentContext, load: _Load, address: tuple[str, int], workloa
         context.output.info(planned.table())
         if plan is not None:
             _warn_about_budget(context, load, plan)
-        options = planned_options(plan, replace(load.tiers, parallel=planned.n_seq_max), planned.n_ctx, load.threads)
+        options = planned_options(
+            plan, replace(load.tiers, parallel=planned.n_seq_max), planned.n_ctx, load.threads or serving_threads()
+        )
         manifest = load.chosen.in_force(plan)
         with Engine.load(load.path, options) as engine:
             warn_about_counting(context, engine)
