@@ -6,10 +6,10 @@ import json
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
 from spark_agent.server.api_error import ApiError
+from spark_agent.server.aside import aside
 from spark_agent.server.requests import first_fault
 
 __all__ = ["parse_json", "read_json", "validated"]
@@ -21,8 +21,7 @@ _Body = TypeVar("_Body", bound=BaseModel)
 async def read_json(request: Request) -> Any:
     """The body's value; raise :class:`ApiError` for what is too large or no JSON."""
     body = await _read(request)
-    # A long conversation takes a while to read, and others are being answered meanwhile.
-    return await run_in_threadpool(parse_json, body)
+    return await aside(parse_json, body, size=len(body))
 
 
 async def _read(request: Request) -> bytes:

@@ -8,12 +8,11 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from starlette.concurrency import run_in_threadpool
-
 from spark_agent.dialogue.events import Call, Event
 from spark_agent.dialogue.messages import Message, Tool, ToolChoice
 from spark_agent.dialogue.output_parser import OutputParser, PlainParser
 from spark_agent.server.api_error import ApiError
+from spark_agent.server.aside import aside
 from spark_agent.server.generation import Finished, Generation, Piece, TokenLogprob
 from spark_agent.server.prompting import Prompting
 from spark_agent.server.worker import Worker
@@ -23,6 +22,10 @@ __all__ = ["Answering", "Ask", "Ended", "Exchange", "Idle", "LineageOf", "Output
 
 LineageOf = Callable[[Sequence[Message]], str]
 WorkloadOf = Callable[[Mapping[str, str], Sequence[Message], str | None], str | None]
+_PER_MESSAGE = 64
+"""What a template adds to a message, in characters."""
+_GRAMMAR = 1 << 20
+"""What building a grammar is worth, in characters."""
 IDLE_S = 10.0
 """How long a stream may be silent: what stands between client and server closes connections that say nothing."""
 FIRST_WAIT_S = 5.0
@@ -50,6 +53,15 @@ class Ask:
     template_options: dict[str, Any] = field(default_factory=dict)
     prefill: str | None = None
     """The answer begins with this, and goes on after it."""
+
+    @property
+    def size(self) -> int:
+        """How long preparing it may take, as characters of a prompt."""
+        size = 0 if self.raw is None else len(self.raw)
+        for message in self.messages:
+            size += len(message.text) + len(message.reasoning) + _PER_MESSAGE
+            size += sum(len(call.arguments) for call in message.calls)
+        return size + (_GRAMMAR if self.tools or self.schema is not None else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,17 +205,16 @@ class Exchange:
 
     async def count(self, ask: Ask) -> int:
         """Tokens of a prompt."""
-        prepared = await run_in_threadpool(self._prompting.prepare, ask)
+        prepared = await aside(self._prompting.prepare, ask, size=ask.size)
         return len(prepared.tokens)
 
     async def start(self, ask: Ask, headers: Mapping[str, str], model: str | None) -> Answering:
         """Submit it; raise :class:`ApiError` for what cannot be asked of this model. ``model`` as it was named."""
         messages = ask.messages or (Message("user", ask.raw if isinstance(ask.raw, str) else ""),)
         workload = self._workload_of(headers, messages, model)
-        # A long conversation takes a while to tokenise, and others are being answered meanwhile.
-        prepared = await run_in_threadpool(self._prompting.prepare, ask)
+        prepared = await aside(self._prompting.prepare, ask, size=ask.size)
         generation = Generation(
-            lineage=await run_in_threadpool(self._lineage_of, messages),
+            lineage=await aside(self._lineage_of, messages, size=ask.size),
             tokens=list(prepared.tokens),
             sampling=replace(ask.sampling, grammar=prepared.grammar),
             max_tokens=ask.max_tokens,

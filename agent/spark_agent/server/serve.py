@@ -82,7 +82,9 @@ def bind(host: str, port: int, *, token: str | None = None) -> Iterator[socket.s
     with contextlib.ExitStack() as opened:
         try:
             family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
-            listener = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            # asyncio sends without delay only where the protocol is named; else tokens after the first write wait for
+            # the client's acknowledgement, 40 ms of it.
+            listener = opened.enter_context(socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((name, port))
             listener.listen(_BACKLOG)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -16,6 +17,7 @@ import pytest
 from spark_agent.dialogue.messages import Message
 from spark_agent.server import worker
 from spark_agent.server.body import MAX_BODY_BYTES
+from spark_agent.server.serve import bind
 from spark_agent.server.sessions import lineage_of
 from spark_runtime.conversation import Conversation
 from spark_runtime.errors import DecodeError
@@ -30,6 +32,27 @@ def error_of(reply) -> dict[str, str]:
     error = reply.json()["error"]
     assert list(error) == ["message", "type", "param", "code"]
     return error
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_tokens_are_sent_without_waiting_for_acknowledgements(host):
+    delays: list[int] = []
+
+    async def ask() -> None:
+        def accepted(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            accepted_socket = writer.get_extra_info("socket")
+            delays.append(accepted_socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        with bind(host, 0) as listener:
+            async with await asyncio.start_server(accepted, sock=listener):
+                reader, writer = await asyncio.open_connection(*listener.getsockname()[:2])
+                await reader.read()
+                writer.close()
+                await writer.wait_closed()
+
+    asyncio.run(ask())
+    assert [delay != 0 for delay in delays] == [True]
 
 
 def test_health(agent):
