@@ -5,7 +5,8 @@ Usage: serving_overhead.py [--model demo|random|FILE.gguf …] [--threads 1 2] [
 conversation in turn, so that neither has the machine at a better time. ``random`` is a model with random weights whose
 token takes several milliseconds on two cores (``big_model.py``), written and removed again. With one thread llama.cpp
 leaves the second core to server and client. ``not counting`` is the engine asked the same again: only its decode
-speed can be compared, as its prompt is in the context already.
+speed can be compared, as its prompt is in the context already. ``prepare_ms`` is what rendering and tokenising take,
+which the bare engine's first token leaves out.
 
 Tokens that end an answer are biased away in both, so that all answers are of one length. The client is a socket and
 does nothing but note when bytes came: what it takes is not the server's.
@@ -82,7 +83,9 @@ def bare(path: Path, threads: int) -> None:
         for line in sys.stdin:
             asked = json.loads(line)
             messages = tuple(Message(each["role"], each["content"]) for each in asked["messages"])
+            began = time.perf_counter()
             tokens = prompting.prepare(Ask(sampling, messages)).tokens
+            prepare_s = time.perf_counter() - began
             came: list[float] = []
             said: list[int] = []
             began_cpu, began = time.process_time(), time.perf_counter()
@@ -93,6 +96,7 @@ def bare(path: Path, threads: int) -> None:
                     said.append(token)
             answer = {
                 "first_s": came[0],
+                "prepare_s": prepare_s,
                 "decode_tok_s": (len(came) - 1) / (came[-1] - came[0]),
                 "cpu_ms_per_token": 1000 * (time.process_time() - began_cpu) / len(came),
                 "prompt_tokens": len(tokens),
@@ -258,6 +262,7 @@ def compare(path: Path, threads: int, arguments: argparse.Namespace) -> dict[str
         "http_decode_over_bare": round(over("http", "decode_tok_s"), 4),
         "first_token_ms": {kind: round(1000 * median(kind, "first_s"), 2) for kind in rows},
         "http_first_token_over_bare": round(over("http", "first_s"), 4),
+        "prepare_ms": round(1000 * median("bare", "prepare_s"), 2),
         "cpu_ms_per_token": {kind: round(median(kind, "cpu_ms_per_token"), 3) for kind in rows},
         "private_bytes": {
             "bare_before_loading": engine.told["before_bytes"],

@@ -128,12 +128,14 @@ class Worker:
 
     def _wait(self) -> bool:
         """Until there is something to do; ``False`` when there never will be again."""
+        asked = True
         with self._changed:
             if not self._inbox and not self._calls:
                 if self._ending:
                     return False
-                self._changed.wait(_HOUSEKEEPING_S)
-        self._tidy()
+                asked = self._changed.wait(_HOUSEKEEPING_S)
+        if not asked:
+            self._tidy()
         return True
 
     def _take_in(self) -> None:
@@ -229,7 +231,9 @@ class Worker:
             self._keep(lambda on_done=self._on_done: on_done(report))  # type: ignore[misc]
 
     def _tidy(self) -> None:
-        if time.monotonic() >= self._next_tidy_s or not self._scheduler.running:
+        # Where nobody waits for it; but now and then, however much there is to do.
+        idle = not self._scheduler.running and not self._inbox
+        if idle or time.monotonic() >= self._next_tidy_s:
             self._next_tidy_s = time.monotonic() + _HOUSEKEEPING_S
             self._keep(self._sessions.tidy)
 
