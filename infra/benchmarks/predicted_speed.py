@@ -6,8 +6,9 @@ and --out FILE. The first fits a machine to one run of `spark-agent bench` and p
 the same machine; with --link, which holds what `spark-agent bench` measures of the link itself, also from those figures
 alone, with nothing fitted but the token with every expert resident, and prompts too. The second takes runs of `bench`
 of several models on one machine: fits at one residency and predicts the others, and fits a model's runs and predicts
-every other model's, from its all-resident token; of several runs of one model the fastest of each row counts. Cold hits
-are those that each run counted and, where it has one, those that a simulation of its tokens gave.
+every other model's, from its all-resident token; runs on a GPU also from the link alone, with nothing fitted, and
+their prompts. Of several runs of one model the fastest of each row counts. Cold hits are those that each run counted
+and, where it has one, those that a simulation of its tokens gave.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def _prompts(row: Row) -> dict[int, float]:
 def across_models(options: Any) -> Row:
     """Several models on one machine."""
     benches = best_of(options.across)
-    within, between = [], []
+    within, between, alone, prompts = [], [], [], []
     for name, bench in benches.items():
         rows = tiered(bench)
         kept = [row for row in rows if row["residency"] == options.fit_residency]
@@ -114,6 +115,12 @@ def across_models(options: Any) -> Row:
                 machine = Machine(1 / resident_of(its), source.miss_s, source.link_bytes_per_s, source.layer_s,
                                   its["machine"]["n_layers"])  # fmt: skip
                 between += list(beside(machine, tiered(its), its["expert_bytes"], fitted_to=name, model=other))
+        link = bench["machine"]["link"]
+        if link["device"] == "gpu":
+            from_link = Machine(1 / resident_of(bench), link["latency_s"], link["bytes_per_s"])
+            alone += list(beside(from_link, rows, bench["expert_bytes"], model=name))
+            prompts += prompts_of(rows, bench["rows"][0], name, bench["machine"]["n_layers"], _experts(rows[0], bench),
+                                  from_link, bench["expert_bytes"])  # fmt: skip
     machines = {}
     for name, bench in benches.items():
         found = fitted(bench, tiered(bench))
@@ -125,10 +132,16 @@ def across_models(options: Any) -> Row:
             "expert_bytes": bench["expert_bytes"],
             "link": bench["machine"]["link"],
         }
-    parts = {"one_residency_from_another": within, "one_model_from_another": between}
+    parts = {"one_residency_from_another": within, "one_model_from_another": between,
+             "from_the_link_alone": alone, "prompts_from_the_link_alone": prompts}  # fmt: skip
     return {"machines": machines, "fit_residency": options.fit_residency,
             **{name: {"worst": worst_of(rows), "within_10_percent": sum(abs(row["off_by"]) <= 0.1 for row in rows),
-                      "of": len(rows), "rows": rows} for name, rows in parts.items()}}  # fmt: skip
+                      "of": len(rows), "rows": rows} for name, rows in parts.items() if rows}}  # fmt: skip
+
+
+def _experts(row: Row, bench: Row) -> int:
+    """Experts of a layer, which the slots of a row are a share of."""
+    return round(row["slots"] / row["resident_share"] / bench["machine"]["n_layers"])
 
 
 def best_of(paths: list[Path]) -> dict[str, Row]:
