@@ -68,7 +68,11 @@ def run_command(
         int, typer.Option(min=0, max=MOST_THREADS, help="CPU threads; 0: all but one, which answers.")
     ] = 0,
     vram: Annotated[
-        str | None, typer.Option(help="Most video memory to use, e.g. 14G; left out: what is free but a reserve.")
+        str | None,
+        typer.Option(
+            help="Most video memory to use, e.g. 14G, beside the 0.4 GiB or so that a GPU's driver takes for any program; "
+            "left out: what is free but a reserve."
+        ),
     ] = None,
     residency: Annotated[
         float | None, typer.Option(help="Share of the experts to keep in slots, e.g. 0.6, whatever fits.")
