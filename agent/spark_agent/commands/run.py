@@ -70,7 +70,7 @@ def run_command(
     vram: Annotated[
         str | None,
         typer.Option(
-            help="Most video memory to use, e.g. 14G, beside the 0.4 GiB or so that a GPU's driver takes for any program; "
+            help="Most video memory to use, e.g. 14G, beside the 0.4 GiB or so that a GPU's driver takes itself; "
             "left out: what is free but a reserve."
         ),
     ] = None,
