@@ -173,14 +173,17 @@ def test_nothing_that_fits_is_an_error(quick, monkeypatch):
         quick.run(lambda _: None)
 
 
-def test_ctrl_c_ends_it():
+@pytest.mark.parametrize("delay_s", [0.0, 0.3, 1.0])
+def test_ctrl_c_ends_it(delay_s):
     command = [sys.executable, "-c", "from spark_agent.cli import main; main()", "bench", "--json", "--threads", "1"]
     with subprocess.Popen(
         [*command, "--tokens", "500"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
     ) as process:
-        time.sleep(2.5)
+        assert process.stderr is not None
+        assert process.stderr.readline() == "no model named: using the bundled demo model\n"
+        time.sleep(delay_s)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, "")
     assert err.splitlines()[-1] == "interrupted"
     assert "Traceback" not in err
