@@ -22,6 +22,7 @@ from spark_runtime.simulator.study import (
     equal_slots,
     placed_slots,
 )
+from spark_runtime.simulator.tuning import tune
 
 if TYPE_CHECKING:
     from spark_agent.simulation.machines import MachineFigures
@@ -232,7 +233,7 @@ def _tune(plan: Plan, study: Study, residency: float, report: Report) -> None:
             cache = Cache("scored", "pool" if sharing == "pool" else "layer")
             try:
                 slots = _slots(study, residency, profile, sharing)
-                found = study.tune(cache, slots, profile)
+                found = tune(study, cache, slots, profile)
                 cache = replace(cache, decay=found.decay, prior_tokens=found.prior_tokens)
                 row = _row(study.judge(cache, slots, profile, plan.positions), cache, profile, residency, slots)
             except TraceTooSmallError as error:

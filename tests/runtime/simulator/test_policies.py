@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_traces import study_of, trace_of
 
 from spark_runtime.recency import RecencyOrder
 from spark_runtime.simulator.cost import Machine, MeasuredRun
@@ -15,15 +16,6 @@ from spark_runtime.simulator.histograms import SessionCounts, count_rates, lru_r
 from spark_runtime.simulator.policies import CACHES, POLICIES, Cache, PolicyName, replay
 from spark_runtime.simulator.study import PROFILES, Study, TraceTooSmallError, equal_slots
 from spark_runtime.simulator.traces import Trace
-
-
-def trace_of(seed: int, lengths: list[int], n_experts: int = 8, top_k: int = 2, n_layers: int = 2) -> Trace:
-    random = np.random.default_rng(seed)
-    taste = random.gumbel(size=(n_layers, 1, n_experts))
-    noise = random.gumbel(size=(n_layers, sum(lengths), n_experts))
-    ids = np.argsort(-(taste + noise), axis=2)[:, :, :top_k]
-    offsets = np.cumsum([0, *lengths]).astype(np.int64)
-    return Trace(tuple(layer.astype(np.int32) for layer in ids), (n_experts,) * n_layers, offsets)
 
 
 @st.composite
@@ -183,11 +175,6 @@ def test_counts_say_what_static_placement_misses(case: tuple[Trace, list[int], l
 # ---- studies
 
 
-def study_of(**options: Any) -> Study:
-    trace = trace_of(7, [40] * 12, n_experts=16)
-    return Study(trace, ["a", "b", "c"] * 4, [False] * 9 + [True] * 3, **options)
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("profile", [name for name in PROFILES if name != "given"])
 def test_judged_sessions_never_calibrate(policy: PolicyName, profile: Any) -> None:
@@ -201,21 +188,6 @@ def test_judged_sessions_never_calibrate(policy: PolicyName, profile: Any) -> No
         assert whole.cold_hit_rate.mean == pytest.approx(np.mean([each.cold_hit_rate.mean for each in alone]))
     inside = [part.cold_hit_rate for part in whole.parts]
     assert (inside[0] or 0) * 10 + (inside[1] or 0) * 30 == pytest.approx(40 * whole.cold_hit_rate.mean)
-
-
-def test_tuning_looks_at_calibration_sessions_alone() -> None:
-    study = study_of()
-    slots = equal_slots(study.trace, 0.4)
-    tuned = study.tune(Cache("scored"), slots, "own")
-    assert tuned.cold_hit_rate <= tuned.default_cold_hit_rate
-    assert tuned.tried > 10
-    other = trace_of(7, [40] * 12, n_experts=16)
-    for layer in other.ids:
-        layer[9 * 40 :] = np.roll(layer[9 * 40 :], 1, axis=0)
-    changed = Study(other, ["a", "b", "c"] * 4, [False] * 9 + [True] * 3)
-    assert changed.tune(Cache("scored"), slots, "own") == tuned
-    with pytest.raises(TraceTooSmallError, match="to tune on"):
-        Study(trace_of(1, [5, 5]), ["a", "a"], [False, True]).tune(Cache("scored"), [4, 4], "own")
 
 
 def test_too_few_sessions_are_said() -> None:
