@@ -284,6 +284,27 @@ def test_memory_that_is_not_locked_takes_longer() -> None:
             figures.decode_tok_s(3, 2e6, 0.5)
         with pytest.raises(ValueError, match="not known"):
             figures.prefill_tok_s(512, [3.0], 2e6)
+    prompts = Machine(1.0, 1e-5, 5e10, pageable_bytes_per_s=8e9, prompt_token_s=1e-9)
+    seconds = [512 / prompts.prefill_tok_s(512, [3.0, 4.0], 2e6, share) for share in (0.0, 1.0)]
+    assert seconds[1] - seconds[0] == pytest.approx(7 * 2e6 * (1 / 8e9 - 1 / 5e10), rel=1e-3)
+    for share in (-0.1, 1.1):
+        with pytest.raises(ValueError, match="expected a share"):
+            machine.decode_tok_s(3, 2e6, share)
+
+
+@given(launch_s=st.floats(0, 1e-3), shares=st.lists(st.floats(0, 1), min_size=1, max_size=5), loads=st.floats(1, 50))
+def test_the_time_of_a_miss_comes_back_from_whatever_memory_was_measured(
+    launch_s: float, shares: list[float], loads: float
+) -> None:
+    machine = Machine(1e-3, launch_s, 5e10, pageable_bytes_per_s=8e9)
+    runs = [MeasuredRun(machine.decode_tok_s(loads, 2e6, share), loads, share) for share in shares]
+    found = Machine.fitted(1e-3, runs, 2e6, 5e10, pageable_bytes_per_s=8e9)
+    assert found.miss_s == pytest.approx(launch_s, abs=1e-9)
+    for share in (0.0, 1.0):
+        assert found.decode_tok_s(loads, 2e6, share) == pytest.approx(machine.decode_tok_s(loads, 2e6, share), rel=1e-5)
+    if any(shares):
+        with pytest.raises(ValueError, match="not locked"):
+            Machine.fitted(1e-3, runs, 2e6, 5e10)
 
 
 def test_figures_that_no_machine_has() -> None:
