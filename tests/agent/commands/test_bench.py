@@ -93,8 +93,6 @@ def test_an_imported_profile_gives_the_profile(agent_cli, spark_cli, tmp_path):
     assert value["tokens"]["calibration"] == 0
     assert "imported from freetoken, not measured here" in result.err
     cold = {row["config"]: row["cold_hit_rate"] for row in value["rows"] if row["cold_hit_rate"] is not None}
-    # The other half of the experts than uniform keeps: together they hold all.
-    assert cold["uniform"] + cold["calibrated"] == pytest.approx(1.0, abs=0.5)
     assert cold["uniform"] != cold["calibrated"]
     agent_cli("bench", *QUICK, "--manifest", source).failed(1, "another tool's file", "spark import freetoken")
 
