@@ -33,13 +33,13 @@ class Measured:
     def tiered_tok_s(self, cold_hits_per_token: float, pageable_share: float = 0.0) -> float | None:
         """Decoded tokens a second with so many cold hits, a share of them from memory that is not locked.
 
-        ``None`` where nothing says what those take.
+        Without any, every expert is resident and there are no slots. ``None`` where nothing says what those take.
         """
-        if pageable_share and cold_hits_per_token and self.machine.pageable_bytes_per_s is None:
+        if not cold_hits_per_token:
+            return 1.0 / self.machine.token_s
+        if pageable_share and self.machine.pageable_bytes_per_s is None:
             return None
-        return self.machine.decode_tok_s(
-            cold_hits_per_token, self.expert_bytes, pageable_share if cold_hits_per_token else 0.0
-        )
+        return self.machine.decode_tok_s(cold_hits_per_token, self.expert_bytes, pageable_share)
 
     def offload_tok_s(self, share_on_cpu: float) -> float | None:
         """The same with such a share of the experts' bytes left to the CPU, between what was measured."""

@@ -2,12 +2,13 @@
 
 Usage: predicted_speed.py --machine BENCH.json [--link LINK.json] --measured RESULT.json [...]
        predicted_speed.py --across BENCH.json BENCH.json [...] [--fit-residency 0.6]
-and --out FILE. The first fits a machine to one run of `spark-agent bench` and predicts other runs of the same model on
-the same machine; with --link, which holds what `spark-agent bench` measures of the link itself, also from those figures
-alone, with nothing fitted but the token with every expert resident, and prompts too. The second takes runs of `bench`
-of several models on one machine: fits at one residency and predicts the others, and fits a model's runs and predicts
-every other model's, from its all-resident token; of several runs of one model the fastest of each row counts. Cold hits
-are those that each run counted and, where it has one, those that a simulation of its tokens gave.
+and --out FILE. BENCH is of `spark-agent bench --json`, or of `tier_interleaved.py --processor-time`. The first fits a
+machine to one run of `spark-agent bench` and predicts other runs of the same model on the same machine; with --link,
+which holds what `spark-agent bench` measures of the link itself, also from those figures alone, with nothing fitted but
+the token with every expert resident, and prompts too. The second takes runs of `bench` of several models on one
+machine: fits at one residency and predicts the others, and fits a model's runs and predicts every other model's, from
+its all-resident token; of several runs of one model the fastest of each row counts. Cold hits are those that each run
+counted and, where it has one, those that a simulation of its tokens gave.
 """
 
 from __future__ import annotations
@@ -149,18 +150,18 @@ def best_of(paths: list[Path]) -> dict[str, Row]:
 
 
 def tiered(bench: Row) -> list[Row]:
-    return [row for row in bench["rows"] if row.get("cold_hits_per_token") and row.get("decode_tok_s")]
+    return [row for row in bench["rows"] if row.get("cold_hits_per_token") is not None and row.get("decode_tok_s")]
 
 
 def resident_of(bench: Row) -> float:
-    return float(next(row["decode_tok_s"] for row in bench["rows"] if row["config"] == "all-gpu"))
+    return float(next(row["decode_tok_s"] for row in bench["rows"] if row["config"] in {"all-gpu", "plain"}))
 
 
 def fitted(bench: Row, rows: list[Row]) -> Machine:
     runs = [MeasuredRun(row["decode_tok_s"], row["cold_hits_per_token"]) for row in rows]
-    machine = bench["machine"]
-    return Machine.fitted(1 / resident_of(bench), runs, bench["expert_bytes"], machine["link"]["bytes_per_s"],
-                          machine["n_layers"])  # fmt: skip
+    machine, link = bench["machine"], bench["machine"]["link"]
+    return Machine.fitted(1 / resident_of(bench), runs, bench["expert_bytes"], link["bytes_per_s"],
+                          machine["n_layers"], latency_s=link["latency_s"])  # fmt: skip
 
 
 def worst_of(rows: list[Row]) -> float | None:

@@ -113,7 +113,11 @@ def _machine(value: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _measured_link(value: Mapping[str, Any]) -> dict[str, float]:
-    names = {"link_bytes_per_s": "bytes_per_s", "pageable_bytes_per_s": "pageable_bytes_per_s"}
+    names = {
+        "link_bytes_per_s": "bytes_per_s",
+        "pageable_bytes_per_s": "pageable_bytes_per_s",
+        "latency_s": "latency_s",
+    }
     link = _machine(value).get("link") or {}
     if not isinstance(link, dict):
         raise SparkError(f"machine.link is {link!r}, expected an object")
@@ -152,8 +156,9 @@ def fitted_machine(value: Mapping[str, Any], token_s: float = 0.0) -> Machine:
     n_layers = int(_number(_machine(value), "n_layers") or 0)
     rate, pageable = link.get("link_bytes_per_s"), link.get("pageable_bytes_per_s")
     if not rate or not expert_bytes:
-        rate, pageable, expert_bytes = None, None, 0.0
-    return Machine.fitted(token_s or 1.0 / resident[0], runs, expert_bytes, rate, n_layers, pageable)
+        return Machine.fitted(token_s or 1.0 / resident[0], runs, n_layers=n_layers)
+    latency_s = link.get("latency_s")
+    return Machine.fitted(token_s or 1.0 / resident[0], runs, expert_bytes, rate, n_layers, pageable, latency_s)
 
 
 def _fitted(value: dict[str, Any], path: Path | None, token_s: float) -> Machine:

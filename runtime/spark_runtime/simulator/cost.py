@@ -10,6 +10,9 @@ import numpy as np
 
 __all__ = ["Machine", "MeasuredRun"]
 
+_TOLD_APART = 1.5
+"""So many times as many misses as another run had: then the two say what one takes."""
+
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
@@ -99,11 +102,14 @@ class Machine:
         link_bytes_per_s: float | None = None,
         n_layers: int = 0,
         pageable_bytes_per_s: float | None = None,
+        latency_s: float | None = None,
     ) -> Machine:
         """The time of a miss, and of a layer's slots where ``n_layers`` is given, from measured runs by least squares.
 
-        With the link's rate known, what is left of a miss is its launch. Neither is ever below 0. Raises ``ValueError``
-        without a run that missed, and for one from memory that is not locked where its rate is not known.
+        With the link's rate known, what is left of a miss is its launch. Runs that all missed about as often do not
+        say what of their time was misses: there a launch takes the ``latency_s`` of the link, where it is known.
+        Neither is ever below 0. Raises ``ValueError`` without a run that missed, and for one from memory that is not
+        locked where its rate is not known.
         """
         loads = np.array([run.loads_per_token for run in runs], dtype=np.float64)
         if not loads.any():
@@ -111,6 +117,9 @@ class Machine:
         link = cls(token_s, 0.0, link_bytes_per_s, pageable_bytes_per_s=pageable_bytes_per_s)
         copies_s = [0.0 if link_bytes_per_s is None else link._copy_s(expert_bytes, run.pageable_share) for run in runs]
         more = np.array([1.0 / run.decode_tok_s - token_s for run in runs]) - loads * np.array(copies_s)
+        if latency_s is not None and n_layers and loads.max() < _TOLD_APART * loads.min():
+            layer_s = max(0.0, float((more - loads * latency_s).mean()) / n_layers)
+            return cls(token_s, latency_s, link_bytes_per_s, layer_s, n_layers, pageable_bytes_per_s)
         columns = [loads]
         if n_layers and len(set(loads.tolist())) > 1:
             columns.append(np.full(len(loads), float(n_layers)))

@@ -317,8 +317,10 @@ def test_copies_that_were_measured_from_memory_that_is_not_locked(spark_cli, tra
     link = {"device": "gpu", "bytes_per_s": 1e9, "latency_s": 1e-5, "pageable_bytes_per_s": 2e8}
     expert_bytes = float(shape.layers[0].expert_bytes)
     miss_s = 3e-4 + expert_bytes / 2e8
-    rows = [BENCH["rows"][0], {"config": "uniform", "decode_tok_s": 1 / (0.01 + 10 * miss_s),
-                               "cold_hits_per_token": 10.0, "pageable_share": 1.0}]  # fmt: skip
+    rows = [BENCH["rows"][0]]
+    for missed in (10.0, 20.0):
+        measured = {"decode_tok_s": 1 / (0.01 + missed * miss_s), "cold_hits_per_token": missed}
+        rows.append({"config": "uniform", **measured, "pageable_share": 1.0})
     path = tmp_path / "machine.json"
     path.write_text(json.dumps({"expert_bytes": expert_bytes, "rows": rows, "machine": {"n_layers": 4, "link": link}}))
     arguments = ("--policy", "scored", "--profile", "none", "--sharing", "pool", "--residency", 0.6, "--machine", path)

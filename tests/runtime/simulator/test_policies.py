@@ -307,6 +307,24 @@ def test_the_time_of_a_miss_comes_back_from_whatever_memory_was_measured(
             Machine.fitted(1e-3, runs, 2e6, 5e10)
 
 
+def test_runs_that_missed_alike_do_not_say_what_a_miss_takes() -> None:
+    """Noise of a tenth would else become the time of a miss, and fewer experts would seem to cost far more."""
+    machine = Machine(1e-3, 1e-6, 1e10, 1e-5, 8)
+    noise = (1.0, 0.92, 0.95)
+    runs = [
+        MeasuredRun(machine.decode_tok_s(loads, 4e4) * factor, loads)
+        for loads, factor in zip((9.0, 8.6, 9.4), noise, strict=True)
+    ]
+    told = Machine.fitted(1e-3, runs, 4e4, 1e10, 8, latency_s=1e-6)
+    assert told.miss_s == 1e-6
+    for loads in (0.0, 9.0, 25.0):
+        assert told.decode_tok_s(loads, 4e4) == pytest.approx(machine.decode_tok_s(loads, 4e4), rel=0.08)
+    apart = [*runs, MeasuredRun(machine.decode_tok_s(25.0, 4e4), 25.0)]
+    assert Machine.fitted(1e-3, apart, 4e4, 1e10, 8, latency_s=1e-6).miss_s != 1e-6
+    faster = [MeasuredRun(2e3, 9.0)]
+    assert Machine.fitted(1e-3, faster, 4e4, 1e10, 8, latency_s=1e-6).layer_s == 0.0
+
+
 def test_figures_that_no_machine_has() -> None:
     for figures in ((0.0, 0.0, None), (1.0, -1.0, None), (1.0, 0.0, 0.0), (float("nan"), 0.0, None)):
         with pytest.raises(ValueError, match="expected numbers above 0"):
