@@ -311,7 +311,7 @@ PINS = "# EXPERT_CACHE_PIN_LIST v1\nn_layer 3\nn_expert 300\nlayer 0:\nlayer 1: 
 
 
 def test_fitz_lists_as_the_tool_writes_them(write, read):
-    head = "# source trace: /tmp/fitz-calibrate-x/router_trace.bin\n# top_k: 8\n# format: 'layer <il>: <eid> ...'\n"
+    head = "# source trace: router_trace.bin\n# top_k: 8\n# format: 'layer <il>: <eid> ...'\n"
     path = write("pins.txt", PINS.replace("n_layer", head + "n_layer").replace("layer 0:", "layer 0: "))
     found = read("fitz", path, top_k=8)
     assert rankings(found) == [[299, 4], [0]]
