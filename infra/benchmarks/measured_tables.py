@@ -167,10 +167,11 @@ def predicted_speeds(h200: Row, two_cores: Row) -> list[str]:
         h200["from_the_link_alone"]["rows"])  # fmt: skip
     add("H200, prompts of 512 to 4,096 tokens at 60 and 31%", "nothing fitted: the all-resident prompt and the link",
         h200["prompts_from_the_link_alone"]["rows"])  # fmt: skip
-    add(f"two cores, decode at 100, 45 and 31%, [three models]({file}-2-cores.json)", "the model's own run at 60%",
+    add(f"two cores, decode at 100, 45 and 31%, [five models]({file}-2-cores.json)", "the model's own run at 60%",
         two_cores["one_residency_from_another"]["rows"])  # fmt: skip
-    add("two cores, decode at 100, 60, 45 and 31%", "**another model's** runs, and the all-resident token",
-        two_cores["one_model_from_another"]["rows"])  # fmt: skip
+    kin = two_cores["one_model_from_another_of_its_architecture"]["rows"]
+    add("the three qwen3moe models, at 100, 60, 45 and 31%", "**another one's** runs, and the all-resident token", kin)
+    add("all five", "the runs of one of another architecture", two_cores["one_model_from_another"]["rows"])
     return lines
 
 

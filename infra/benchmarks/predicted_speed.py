@@ -103,7 +103,9 @@ def _prompts(row: Row) -> dict[int, float]:
 def across_models(options: Any) -> Row:
     """Several models on one machine."""
     benches = best_of(options.across)
-    within, between = [], []
+    within: list[Row] = []
+    kin: list[Row] = []
+    between: list[Row] = []
     for name, bench in benches.items():
         rows = tiered(bench)
         kept = [row for row in rows if row["residency"] == options.fit_residency]
@@ -114,7 +116,10 @@ def across_models(options: Any) -> Row:
                 source = fitted(bench, rows)
                 machine = Machine(1 / resident_of(its), source.miss_s, source.link_bytes_per_s, source.layer_s,
                                   its["machine"]["n_layers"])  # fmt: skip
-                between += list(beside(machine, tiered(its), its["expert_bytes"], fitted_to=name, model=other))
+                alike = None not in (own := (bench.get("architecture"), its.get("architecture"))) and own[0] == own[1]
+                (kin if alike else between).extend(
+                    beside(machine, tiered(its), its["expert_bytes"], fitted_to=name, model=other)
+                )
     machines = {}
     for name, bench in benches.items():
         found = fitted(bench, tiered(bench))
@@ -126,7 +131,8 @@ def across_models(options: Any) -> Row:
             "expert_bytes": bench["expert_bytes"],
             "link": bench["machine"]["link"],
         }
-    parts = {"one_residency_from_another": within, "one_model_from_another": between}
+    parts = {"one_residency_from_another": within, "one_model_from_another_of_its_architecture": kin,
+             "one_model_from_another": between}  # fmt: skip
     return {"machines": machines, "fit_residency": options.fit_residency,
             **{name: {"worst": worst_of(rows), "within_10_percent": sum(abs(row["off_by"]) <= 0.1 for row in rows),
                       "of": len(rows), "rows": rows} for name, rows in parts.items()}}  # fmt: skip

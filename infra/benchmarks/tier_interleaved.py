@@ -53,7 +53,7 @@ def decode(engine: Engine, tokens: Sequence[int], clock: Callable[[], float]) ->
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     shape = read_model_shape(arguments.model)
     clock = time.process_time if arguments.processor_time else time.perf_counter
-    length = arguments.prompt + WARM + arguments.rounds * arguments.tokens + 64
+    length = max(CALIBRATION, arguments.prompt + WARM + arguments.rounds * arguments.tokens) + 64
     options = {"n_ctx": length, "n_batch": 512, "n_threads": arguments.threads, "devices": arguments.devices}
     frequency, sizes = profile(arguments.model, shape, options), layer_sizes(shape)
     plain = EngineOptions(count_routing=False, repack=False, **options)
@@ -105,8 +105,14 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             }
         )
         engine.close()
-    about: dict[str, Any] = {"model": arguments.model.stem, "name": shape.name, "devices": arguments.devices,
-                             "fingerprint": shape.fingerprint, "threads": arguments.threads}  # fmt: skip
+    about: dict[str, Any] = {
+        "model": arguments.model.stem,
+        "name": shape.name,
+        "devices": arguments.devices,
+        "fingerprint": shape.fingerprint,
+        "architecture": shape.architecture,
+        "threads": arguments.threads,
+    }
     if arguments.processor_time:
         selected = sum(layer.top_k for layer in shape.layers)
         about["expert_bytes"] = sum(layer.top_k * layer.expert_bytes for layer in shape.layers) / selected
