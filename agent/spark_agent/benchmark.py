@@ -23,13 +23,11 @@ from spark_runtime.engine import Engine, EngineOptions
 from spark_runtime.errors import SparkRuntimeError
 from spark_runtime.placement import frequencies
 from spark_runtime.tier_plan import BATCH, TIERED_BATCHES, TierPlan, TierRequest, cards, plan_tiers, plan_untiered
-from spark_runtime.tier_start import manifest_frequency
 
 if TYPE_CHECKING:
     from spark_runtime.gguf_file import GgufModel
     from spark_runtime.memory_plan import MemoryPlan
     from spark_runtime.placement import FloatArray
-    from spark_schemas.manifest import PlacementManifest
     from spark_schemas.model import ModelShape
 
 __all__ = ["ALL_GPU", "Benchmark", "Row", "Workload", "identical_output"]
@@ -78,6 +76,8 @@ class Row:
     share_of_all_gpu: float | None = None
     cold_hits_per_token: float | None = None
     cold_hit_rate: float | None = None
+    pageable_share: float | None = None
+    """Of the experts in host memory, in memory that is not locked; ``None`` where no GPU reads them."""
     vram_bytes: int | None = None
     """Peak of what the devices lost; over the CPU what was allocated in their place."""
     planned_bytes: int | None = None
@@ -121,7 +121,8 @@ class Benchmark:
     threads: int = 0
     ubatch: int = 0
     devices: int = 0
-    manifest: PlacementManifest | None = None
+    profile: Sequence[FloatArray] | None = None
+    """Expert frequencies in place of those that would be counted."""
     check: Callable[[], None] = lambda: None
     """Called between steps; what it raises ends the benchmark."""
     on_cards: bool = field(default_factory=lambda: bool(cards()))
@@ -168,8 +169,7 @@ class Benchmark:
 
     def _calibrate(self) -> None:
         """A profile from other tokens than the measured ones, counted in slots: that needs the least memory."""
-        if self.manifest is not None:
-            self._frequency = manifest_frequency(self.manifest)
+        self._frequency = self.profile
         try:
             plan = plan_tiers(
                 self.model,
@@ -257,6 +257,9 @@ class Benchmark:
         if rate.cold_hits_per_token is not None and rate.cold_hit_rate is not None:
             row.cold_hits_per_token = round(rate.cold_hits_per_token, 3)
             row.cold_hit_rate = round(rate.cold_hit_rate, 5)
+        if engine.tier is not None and self.on_cards:
+            memory = engine.tier.memory()
+            row.pageable_share = round(1.0 - memory.host_pinned / memory.host, 4) if memory.host else None
         note()
         row.logits_sha256 = logits_sha256(engine, prompt, rest, before_step=check)
         long_prompt = random_tokens(workload.long_prompt, engine.n_vocab, LONG_PROMPT_SEED)

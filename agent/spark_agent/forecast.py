@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["Forecast", "Misses", "OffloadForecast", "Speed", "expected_misses", "forecast"]
 
 NOT_MEASURED = "not measured here: spark-agent bench MODEL"
+NOT_LOCKED = "not measured here from memory that is not locked, where these experts would be: spark-agent bench MODEL"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,9 @@ def forecast(
     slots = None if plan is None or plan.start is None else plan.memory.slots
     misses = expected_misses(shape, slots, manifest)
     offload = _offload(shape, plan, measured) if on_cards and plan is not None else None
-    return Forecast(misses, _speed(measured, misses), offload)
+    # A device locks all experts or none of them; without one there is nothing that memory is locked for.
+    pageable = float(on_cards and slots is not None and plan is not None and not plan.memory.host.pinned)
+    return Forecast(misses, _speed(measured, misses, pageable), offload)
 
 
 def expected_misses(shape: ModelShape, slots: Sequence[int] | None, manifest: PlacementManifest | None) -> Misses:
@@ -134,13 +137,16 @@ def _outside(frequency: FloatArray, slots: int) -> float:
     return max(0.0, 1.0 - sum(sorted(frequencies, reverse=True)[:slots]))
 
 
-def _speed(measured: Measured | None, misses: Misses) -> Speed:
+def _speed(measured: Measured | None, misses: Misses, pageable_share: float) -> Speed:
     if measured is None:
         return Speed(None, NOT_MEASURED)
-    return Speed(
-        round(measured.tiered_tok_s(misses.cold_hits_per_token), 1),
-        f"from a benchmark of this model here on {measured.day}",
-    )
+    tok_s = measured.tiered_tok_s(misses.cold_hits_per_token, pageable_share)
+    if tok_s is None:
+        return Speed(None, NOT_LOCKED)
+    note = f"from a benchmark of this model here on {measured.day}"
+    if pageable_share and misses.cold_hits_per_token:
+        note += "; experts come from memory that is not locked"
+    return Speed(round(tok_s, 1), note)
 
 
 def _offload(shape: ModelShape, plan: TierPlan, measured: Measured | None) -> OffloadForecast:

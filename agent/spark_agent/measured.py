@@ -13,7 +13,8 @@ from typing import Any
 from spark_agent.errors import SparkError
 from spark_agent.files import replacing
 from spark_agent.paths import benchmarks_dir
-from spark_runtime.simulator.cost import Machine, MeasuredRun
+from spark_agent.simulation.machines import fitted_machine
+from spark_runtime.simulator.cost import Machine
 
 __all__ = ["Measured", "find_benchmark", "keep_benchmark", "machine_name", "measured_of"]
 
@@ -26,10 +27,19 @@ class Measured:
     offload_s: float | None
     """What a token takes longer with all experts left to the CPU, as llama.cpp offloads; ``None``: not measured."""
     day: dt.date
+    expert_bytes: float = 0.0
+    """Mean bytes of a selected expert; 0 where a miss was measured as a whole."""
 
-    def tiered_tok_s(self, cold_hits_per_token: float) -> float:
-        """Decoded tokens a second with so many cold hits."""
-        return self.machine.decode_tok_s(cold_hits_per_token)
+    def tiered_tok_s(self, cold_hits_per_token: float, pageable_share: float = 0.0) -> float | None:
+        """Decoded tokens a second with so many cold hits, a share of them from memory that is not locked.
+
+        Without any, every expert is resident and there are no slots. ``None`` where nothing says what those take.
+        """
+        if not cold_hits_per_token:
+            return 1.0 / self.machine.token_s
+        if pageable_share and self.machine.pageable_bytes_per_s is None:
+            return None
+        return self.machine.decode_tok_s(cold_hits_per_token, self.expert_bytes, pageable_share)
 
     def offload_tok_s(self, share_on_cpu: float) -> float | None:
         """The same with such a share of the experts' bytes left to the CPU, between what was measured."""
@@ -65,7 +75,7 @@ def find_benchmark(fingerprint: str, machine: str) -> Measured | None:
     try:
         value = json.loads(_path(fingerprint, machine).read_bytes())
         return measured_of(value)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, SparkError):
         # Never measured; or by another version: it can be measured again.
         return None
 
@@ -77,11 +87,6 @@ def measured_of(value: Mapping[str, Any]) -> Measured:
     if resident is None:
         raise ValueError("no row with every expert resident")
     token_s = 1.0 / resident
-    runs = [
-        MeasuredRun(float(row["decode_tok_s"]), float(row["cold_hits_per_token"]))
-        for row in rows
-        if row.get("cold_hits_per_token")
-    ]
     offload = [
         (1.0 - float(row["residency"]), 1.0 / float(row["decode_tok_s"]) - token_s)
         for row in rows
@@ -89,7 +94,9 @@ def measured_of(value: Mapping[str, Any]) -> Measured:
     ]
     weight = sum(share**2 for share, _ in offload)
     offload_s = max(0.0, sum(share * more for share, more in offload) / weight) if weight else None
-    return Measured(Machine.fitted(token_s, runs), offload_s, dt.date.fromisoformat(value["day"]))
+    machine = fitted_machine(value, token_s)
+    expert_bytes = 0.0 if machine.link_bytes_per_s is None else float(value["expert_bytes"])
+    return Measured(machine, offload_s, dt.date.fromisoformat(value["day"]), expert_bytes)
 
 
 def _path(fingerprint: str, machine: str) -> Path:

@@ -24,6 +24,7 @@ from report import parser_of, report, row
 from spark_runtime.predict.selections import indicators, moving_averages
 from spark_runtime.simulator.policies import Cache, PolicyName
 from spark_runtime.simulator.study import ProfileName, Study, equal_slots, placed_slots
+from spark_runtime.simulator.tuning import tune
 from spark_runtime.tier_start import DECAY, PRIOR_TOKENS
 
 KEEPING: dict[PolicyName, dict[str, float]] = {
@@ -202,7 +203,7 @@ def tuning(study: Study, name: str) -> Iterator[dict[str, Any]]:
     """Numbers searched on calibration sessions, judged on held-out ones, beside the runtime's own."""
     for residency in (0.3, 0.6):
         slots, cache = equal_slots(study.trace, residency), Cache("scored")
-        found = study.tune(cache, slots, "mixed")
+        found = tune(study, cache, slots, "mixed")
         tuned = replace(cache, decay=found.decay, prior_tokens=found.prior_tokens)
         usual, better = (study.judge(one, slots, "mixed").cold_hit_rate for one in (cache, tuned))
         yield row("tuned", name, better.mean, None, residency=residency, decay=found.decay,

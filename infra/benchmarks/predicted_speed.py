@@ -2,13 +2,14 @@
 
 Usage: predicted_speed.py --machine BENCH.json [--link LINK.json] --measured RESULT.json [...]
        predicted_speed.py --across BENCH.json BENCH.json [...] [--fit-residency 0.6]
-and --out FILE. The first fits a machine to one run of `spark-agent bench` and predicts other runs of the same model on
-the same machine; with --link, which holds what `spark-agent bench` measures of the link itself, also from those figures
-alone, with nothing fitted but the token with every expert resident, and prompts too. The second takes runs of `bench`
-of several models on one machine: fits at one residency and predicts the others, and fits a model's runs and predicts
-every other model's, from its all-resident token; runs on a GPU also from the link alone, with nothing fitted, and
-their prompts. Of several runs of one model the fastest of each row counts. Cold hits are those that each run counted
-and, where it has one, those that a simulation of its tokens gave.
+and --out FILE. BENCH is of `spark-agent bench --json`, or of `tier_interleaved.py --processor-time`. The first fits a
+machine to one run of `spark-agent bench` and predicts other runs of the same model on the same machine; with --link,
+which holds what `spark-agent bench` measures of the link itself, also from those figures alone, with nothing fitted but
+the token with every expert resident, and prompts too. The second takes runs of `bench` of several models on one
+machine: fits at one residency and predicts the others, and fits a model's runs and predicts every other model's, from
+its all-resident token; runs on a GPU also from the link alone, with nothing fitted, and their prompts. Of several runs
+of one model the fastest of each row counts. Cold hits are those that each run counted and, where it has one, those that
+a simulation of its tokens gave.
 """
 
 from __future__ import annotations
@@ -103,7 +104,11 @@ def _prompts(row: Row) -> dict[int, float]:
 def across_models(options: Any) -> Row:
     """Several models on one machine."""
     benches = best_of(options.across)
-    within, between, alone, prompts = [], [], [], []
+    within: list[Row] = []
+    kin: list[Row] = []
+    between: list[Row] = []
+    alone: list[Row] = []
+    prompts: list[Row] = []
     for name, bench in benches.items():
         rows = tiered(bench)
         kept = [row for row in rows if row["residency"] == options.fit_residency]
@@ -114,7 +119,10 @@ def across_models(options: Any) -> Row:
                 source = fitted(bench, rows)
                 machine = Machine(1 / resident_of(its), source.miss_s, source.link_bytes_per_s, source.layer_s,
                                   its["machine"]["n_layers"])  # fmt: skip
-                between += list(beside(machine, tiered(its), its["expert_bytes"], fitted_to=name, model=other))
+                alike = None not in (own := (bench.get("architecture"), its.get("architecture"))) and own[0] == own[1]
+                (kin if alike else between).extend(
+                    beside(machine, tiered(its), its["expert_bytes"], fitted_to=name, model=other)
+                )
         link = bench["machine"]["link"]
         if link["device"] == "gpu":
             from_link = Machine(1 / resident_of(bench), link["latency_s"], link["bytes_per_s"])
@@ -132,8 +140,9 @@ def across_models(options: Any) -> Row:
             "expert_bytes": bench["expert_bytes"],
             "link": bench["machine"]["link"],
         }
-    parts = {"one_residency_from_another": within, "one_model_from_another": between,
-             "from_the_link_alone": alone, "prompts_from_the_link_alone": prompts}  # fmt: skip
+    parts = {"one_residency_from_another": within, "one_model_from_another_of_its_architecture": kin,
+             "one_model_from_another": between, "from_the_link_alone": alone,
+             "prompts_from_the_link_alone": prompts}  # fmt: skip
     return {"machines": machines, "fit_residency": options.fit_residency,
             **{name: {"worst": worst_of(rows), "within_10_percent": sum(abs(row["off_by"]) <= 0.1 for row in rows),
                       "of": len(rows), "rows": rows} for name, rows in parts.items() if rows}}  # fmt: skip
@@ -162,18 +171,18 @@ def best_of(paths: list[Path]) -> dict[str, Row]:
 
 
 def tiered(bench: Row) -> list[Row]:
-    return [row for row in bench["rows"] if row.get("cold_hits_per_token") and row.get("decode_tok_s")]
+    return [row for row in bench["rows"] if row.get("cold_hits_per_token") is not None and row.get("decode_tok_s")]
 
 
 def resident_of(bench: Row) -> float:
-    return float(next(row["decode_tok_s"] for row in bench["rows"] if row["config"] == "all-gpu"))
+    return float(next(row["decode_tok_s"] for row in bench["rows"] if row["config"] in {"all-gpu", "plain"}))
 
 
 def fitted(bench: Row, rows: list[Row]) -> Machine:
     runs = [MeasuredRun(row["decode_tok_s"], row["cold_hits_per_token"]) for row in rows]
-    machine = bench["machine"]
-    return Machine.fitted(1 / resident_of(bench), runs, bench["expert_bytes"], machine["link"]["bytes_per_s"],
-                          machine["n_layers"])  # fmt: skip
+    machine, link = bench["machine"], bench["machine"]["link"]
+    return Machine.fitted(1 / resident_of(bench), runs, bench["expert_bytes"], link["bytes_per_s"],
+                          machine["n_layers"], latency_s=link["latency_s"])  # fmt: skip
 
 
 def worst_of(rows: list[Row]) -> float | None:

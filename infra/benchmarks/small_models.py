@@ -1,12 +1,16 @@
 """Small random models of any mixture-of-experts architecture, deterministic for a seed.
 
-llama.cpp itself says which tensors an architecture wants, so no list of them can be wrong. Routers are wide and experts
-differ in scale, so that routing spreads over all experts and no expert can stand in for another unnoticed.
+Usage: small_models.py OUT.gguf ARCHITECTURE [--experts N] [--top-k N] [--embedding N] [--width N] [--vocabulary N]
+[--type q4_0] [--seed N]. llama.cpp itself says which tensors an architecture wants, so no list of them can be wrong.
+Routers are wide and experts differ in scale, so that routing spreads over all experts and no expert can stand in for
+another unnoticed.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
+import sys
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +19,7 @@ from typing import Any
 import gguf
 import numpy as np
 from numpy.typing import NDArray
+from quantised_models import TYPES, quantise
 from small_architectures import ModelSize, metadata_of
 
 from spark_runtime.ggml import GgmlTensor, GgufInitParams, complaints, ggml_base
@@ -148,3 +153,26 @@ def _spread(name: str) -> float:
         return ROUTER_SPREAD
     # Beside probabilities of 1/32, more than this would choose the same experts for every token.
     return CHOICE_SPREAD if "exp_probs_b" in name else SPREAD
+
+
+def main() -> None:
+    """Write one model, quantised."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("architecture")
+    for name in ("experts", "top_k", "embedding", "width", "vocabulary"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(ModelSize(), name))
+    parser.add_argument("--type", choices=sorted(TYPES), default="q4_0")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    size = ModelSize(options.embedding, options.width, options.experts, options.top_k, options.vocabulary)
+    whole = write_small_model(options.out.with_suffix(".f32.gguf"), options.architecture, size, seed=options.seed)
+    try:
+        quantise(whole, options.out, options.type)
+    finally:
+        whole.unlink()
+    sys.stderr.write(f"{options.out}: {options.out.stat().st_size / 1e6:.0f} MB\n")
+
+
+if __name__ == "__main__":
+    main()

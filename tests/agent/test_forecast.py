@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import datetime as dt
+from dataclasses import replace
 
 import pytest
 
@@ -80,6 +81,21 @@ def test_the_speed_comes_from_a_measurement_or_from_nowhere(shape, manifest):
     assert forecast(shape, None, None, MEASURED, on_cards=True).speed.decode_tok_s == 100.0
 
 
+def test_experts_that_cannot_be_locked_take_longer(shape, manifest):
+    plan = plan_of(shape, (4, 4))
+    loose = replace(plan, memory=replace(plan.memory, host=replace(plan.memory.host, pinned=False)))
+    machine = Machine(0.01, 0.001, 1e6, pageable_bytes_per_s=1e5)
+    measured = Measured(machine, None, dt.date(2026, 11, 30), expert_bytes=100.0)
+    locked, slower = (forecast(shape, one, manifest, measured, on_cards=True).speed for one in (plan, loose))
+    assert locked.decode_tok_s == pytest.approx(1 / (0.01 + 0.001 + 100 / 1e6), abs=0.1)
+    assert slower.decode_tok_s == pytest.approx(1 / (0.01 + 0.001 + 100 / 1e5), abs=0.1)
+    assert "not locked" in slower.note
+    assert forecast(shape, loose, manifest, measured, on_cards=False).speed == locked
+    unknown = forecast(shape, loose, manifest, MEASURED, on_cards=True).speed
+    assert unknown.decode_tok_s is None
+    assert "not locked" in unknown.note
+
+
 def test_llama_cpp_gets_the_same_memory(shape):
     plan = plan_of(shape, (4, 4))
     found = forecast(shape, plan, None, MEASURED, on_cards=True).offload
@@ -107,6 +123,16 @@ def test_figures_of_a_benchmark():
     assert measured_of({"rows": ROWS[:2], "day": "2026-11-30"}).offload_tok_s(0.5) is None
 
 
+def test_figures_of_a_benchmark_with_its_link():
+    link = {"device": "gpu", "bytes_per_s": 1e9, "latency_s": 1e-5, "pageable_bytes_per_s": 2e8}
+    value = {"rows": ROWS, "day": "2026-11-30", "expert_bytes": 1e5, "machine": {"n_layers": 2, "link": link}}
+    found = measured_of(value)
+    assert found.tiered_tok_s(10.0) == pytest.approx(50.0)
+    assert found.tiered_tok_s(10.0, 1.0) == pytest.approx(1 / (1 / 50 + 10 * 1e5 * (1 / 2e8 - 1 / 1e9)))
+    assert found.tiered_tok_s(0.0, 1.0) == pytest.approx(100.0)
+    assert measured_of({"rows": ROWS, "day": "2026-11-30"}).tiered_tok_s(10.0, 1.0) is None
+
+
 def test_a_benchmark_is_kept_for_its_model_and_machine(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     name = machine_name()
@@ -118,7 +144,10 @@ def test_a_benchmark_is_kept_for_its_model_and_machine(monkeypatch, tmp_path):
     assert find_benchmark("mf1-x", "another GPU") is None
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"rows": [5]}', '{"rows": [], "day": "x"}', '{"rows": {}}'])
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", '{"rows": [5]}', '{"rows": [{"decode_tok_s": -1}]}', '{"rows": [], "day": "x"}', '{"rows": {}}'],
+)
 def test_a_damaged_benchmark_is_as_none(monkeypatch, tmp_path, content):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     keep_benchmark({"fingerprint": "mf1-x", "rows": ROWS}, "m").write_text(content)

@@ -10,14 +10,17 @@ import typer
 from spark_agent.context import AgentContext
 from spark_agent.errors import SparkError, UsageError
 from spark_agent.interrupts import interrupts_at_checks
-from spark_agent.manifests import find_manifest
 from spark_agent.sizes import format_size
 from spark_agent.tiering import MOST_THREADS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from spark_agent.benchmark import Benchmark, Row
     from spark_agent.output import Output
     from spark_runtime.link import Link
+    from spark_runtime.placement import FloatArray
+    from spark_schemas.model import ModelShape
 
 __all__ = ["bench_command"]
 
@@ -48,7 +51,10 @@ def bench_command(
         typer.Option(help="Share of the slots that experts move through; may be repeated. [default: 0.25, 0.5, 1]"),
     ] = None,
     manifest: Annotated[
-        str | None, typer.Option(help="Take the profile of a manifest instead of counting one: file or pulled name.")
+        str | None,
+        typer.Option(
+            help="Take a profile instead of counting one: a manifest (file or pulled name), or a file of spark import."
+        ),
     ] = None,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens before decode.")] = 512,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens decoded one at a time, the first 16 not timed.")] = 144,
@@ -66,7 +72,6 @@ def bench_command(
     """Measure speed, cold hits, memory and bits of every way to run a model, in one run on this machine."""
     from spark_agent.benchmark import Benchmark, Workload
     from spark_runtime.gguf_file import read_gguf
-    from spark_runtime.manifest_check import check_manifest
     from spark_runtime.model_shape import shape_of
 
     context = AgentContext.create(json_mode=json)
@@ -75,18 +80,38 @@ def bench_command(
     path = context.model_path(model)
     file = read_gguf(path)
     shape = shape_of(file)
-    placement = find_manifest(manifest, shape.fingerprint) if manifest is not None else None
-    if placement is not None:
-        check_manifest(placement, shape)
+    profile, told = _profile(context.output, manifest, shape)
     workload = Workload.within(shape, prompt, tokens, prefill, calibration)
-    benchmark = Benchmark(file, shape, workload, residencies, rings, threads, ubatch, devices, placement)
+    benchmark = Benchmark(file, shape, workload, residencies, rings, threads, ubatch, devices, profile)
     with (
         interrupts_at_checks() as check,
         context.output.progress("measuring", benchmark.steps) as advance,
     ):
         benchmark.check = check
         rows = benchmark.run(advance)
-    _report(context.output, benchmark, rows, _link(context.output, benchmark))
+    _report(context.output, benchmark, rows, _link(context.output, benchmark), told)
+
+
+def _profile(
+    output: Output, named: str | None, shape: ModelShape
+) -> tuple[Sequence[FloatArray] | None, dict[str, Any] | None]:
+    """Frequencies of a manifest or an imported profile, and what is told of it."""
+    from spark_agent.imported_start import find_start
+    from spark_runtime.tier_start import manifest_frequency
+
+    if named is None:
+        return None, None
+    manifest, imported = find_start(named, shape)
+    if manifest is not None:
+        return manifest_frequency(manifest), {"source": "manifest", "workload": manifest.workload, "format": None}
+    if imported is None:
+        raise SparkError(f"{named} is no profile")
+    imported.warn(output, used=True)
+    return imported.frequency(), {
+        "source": "imported",
+        "workload": imported.workload,
+        "format": imported.profile.format,
+    }
 
 
 def _shares(option: str, given: list[float] | None, default: tuple[float, ...]) -> tuple[float, ...]:
@@ -107,7 +132,9 @@ def _link(output: Output, benchmark: Benchmark) -> Link | None:
         return None
 
 
-def _report(output: Output, benchmark: Benchmark, rows: list[Row], link: Link | None) -> None:
+def _report(
+    output: Output, benchmark: Benchmark, rows: list[Row], link: Link | None, profile: dict[str, Any] | None
+) -> None:
     from spark_agent.benchmark import identical_output
 
     identical = identical_output(rows)
@@ -130,8 +157,9 @@ def _report(output: Output, benchmark: Benchmark, rows: list[Row], link: Link | 
             "prompt": workload.prompt,
             "decode": workload.decode,
             "long_prompt": workload.long_prompt,
-            "calibration": 0 if benchmark.manifest is not None else workload.calibration,
+            "calibration": 0 if benchmark.profile is not None else workload.calibration,
         },
+        "profile": profile,
         "machine": {"n_layers": len(shape.layers), "link": None if link is None else link.as_json()},
         "identical_output": identical,
         "note": note,

@@ -66,6 +66,12 @@ def simulate_command(
     token_ms: Annotated[float, typer.Option(min=0, help="A token with every expert resident; 0: the machine's.")] = 0,
     miss_us: Annotated[float, typer.Option(min=0, help="Launching a copy of an expert; 0: the machine's.")] = 0,
     link: Annotated[str, typer.Option(help="Bytes a second from host memory to slots, e.g. 25GB.")] = "",
+    pageable: Annotated[
+        float, typer.Option(help="Share of those copies that come from memory that is not locked.")
+    ] = 0.0,
+    pageable_link: Annotated[
+        str, typer.Option(help="Bytes a second from memory that is not locked; the machine's if left out.")
+    ] = "",
     plot: Annotated[Path | None, typer.Option(help="Write the curves to this PNG or SVG file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -84,9 +90,16 @@ def simulate_command(
         phase=phase,
         batch=batch,
         ubatch=ubatch,
+        pageable_share=pageable,
         tune=tune,
     )
-    figures = machine_of(machine, token_ms, miss_us, parse_size(link, "--link") if link else None)
+    figures = machine_of(
+        machine,
+        token_ms,
+        miss_us,
+        parse_size(link, "--link") if link else None,
+        parse_size(pageable_link, "--pageable-link") if pageable_link else None,
+    )
     if plot is not None and plot.suffix not in {".png", ".svg"}:
         raise UsageError(f"--plot: found {plot.name!r}, expected a name that ends in .png or .svg")
     found = read_source(source)

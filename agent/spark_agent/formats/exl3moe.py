@@ -2,10 +2,12 @@
 
 ``.exl3moe`` (safetensors): ``ranking`` int32 and, unless they were left out, ``counts`` int64, both
 ``[layers, experts]``, and a ``census`` of single prompts, which is not read. Metadata, all texts: ``source_bank``,
-``layer_keys`` (a JSON list of module names), ``fingerprint`` (a JSON object). ``.npz``: ``counts_decode``,
-``counts_prefill`` or ``counts``, ``[layers, experts]`` or ``[prompts, layers, experts]``. ``.json``: ``{module name:
-[counts]}``, as ``EXL3_MOE_CPU_SPLIT_STATS`` writes. Read from ``moe_profile.py``, ``moe_profile_build.py`` and
-``moe_profile_pack.py`` of the fork that pull request 315 of turboderp-org/exllamav3 is of.
+``layer_keys`` (a JSON list of module names), ``fingerprint`` (a JSON object), and, which are only compared or not read,
+``layers``, ``experts``, ``prompts``, ``has_ranking``, ``packed_from``, ``census_shape``, ``capture``, ``corpus``.
+``.npz``: ``counts_decode``, ``counts_prefill`` or ``counts``, ``[layers, experts]`` or ``[prompts, layers, experts]``.
+``.json``: ``{module name: [counts]}``, as ``EXL3_MOE_CPU_SPLIT_STATS`` names; there a draft head numbers its own layers
+from 0 on. Read from ``util/moe_profile_build.py`` and ``util/moe_profile_pack.py`` (at 31cbf7a5, of pull request 315)
+and ``exllamav3/modules/block_sparse_mlp_cpu.py`` (at 0cec3813) of turboderp-org/exllamav3.
 """
 
 from __future__ import annotations
@@ -43,6 +45,8 @@ __all__ = ["read_exl3moe"]
 _BANKS: Mapping[str, Phase | None] = {"counts_decode": "decode", "counts": None, "counts_prefill": "prefill"}
 """In the order in which the tool itself prefers them."""
 _KEY = re.compile(r"(?:^|\.)layers\.(\d{1,4})(?:\.|$)", re.ASCII)
+_DRAFT = re.compile(r"(?:^|\.)mtp(?:\.|$)", re.ASCII)
+"""A head that predicts further tokens."""
 _FEW = 20
 """Selections for each expert below which the tool itself calls a ranking noise."""
 
@@ -75,15 +79,27 @@ def _packed(path: Path, hints: Hints) -> Found:
         layers = layers_of_counts(
             path, dict(zip(blocks, whole_counts(path, "counts", counts), strict=True)), hints.top_k
         )
-        if ranking is not None and ranking.shape != counts.shape:
-            fail(path, f"ranking {list(ranking.shape)} and counts {list(counts.shape)}, expected the same")
+        if ranking is not None:
+            _check_ranking(path, counts, ranking)
     else:
         layers = _ranked(path, blocks, table, hints)
+    for name, extent in zip(("layers", "experts"), table.shape, strict=True):
+        if metadata.get(name, str(extent)) != str(extent):
+            fail(path, f"{extent} {name}, its metadata says {metadata[name][:40]!r}")
     found = Found(layers, model=_fingerprint(path, metadata.get("fingerprint")))
     if counts is None:
         found.warnings.append("it was packed without counts: only an order")
     found.phase = _BANKS.get(metadata.get("source_bank", ""))
     return found
+
+
+def _check_ranking(path: Path, counts: NDArray[np.generic], ranking: NDArray[np.generic]) -> None:
+    """Compare with the order that the tool would have made of these counts."""
+    if ranking.shape != counts.shape:
+        fail(path, f"ranking {list(ranking.shape)} and counts {list(counts.shape)}, expected the same")
+    different = np.flatnonzero((ranking != np.argsort(-counts.astype(np.int64), axis=1, kind="stable")).any(axis=1))
+    if len(different):
+        fail(path, f"layer {different[0]}: its ranking is not the order of its counts")
 
 
 def _ranked(path: Path, blocks: Sequence[int], table: NDArray[np.generic], hints: Hints) -> list[ImportedLayer]:
@@ -141,9 +157,13 @@ def _split_statistics(path: Path, hints: Hints) -> Found:
     value = read_json(path)
     if not isinstance(value, dict) or not value or not all(isinstance(row, list) for row in value.values()):
         fail(path, "expected an object with counts for each module")
-    blocks = _blocks(path, json.dumps(list(value)), len(value))
-    counts = {block: counts_of(path, key, row) for block, (key, row) in zip(blocks, value.items(), strict=True)}
-    return Found(layers_of_counts(path, counts, hints.top_k))
+    kept = {key: row for key, row in value.items() if not _DRAFT.search(key)}
+    blocks = _blocks(path, json.dumps(list(kept)), len(kept))
+    counts = {block: counts_of(path, key, row) for block, (key, row) in zip(blocks, kept.items(), strict=True)}
+    found = Found(layers_of_counts(path, counts, hints.top_k))
+    if len(kept) < len(value):
+        found.warnings.append(f"{len(value) - len(kept)} layers of a draft head are left out")
+    return found
 
 
 def _blocks(path: Path, text: str | None, n_rows: int) -> list[int]:

@@ -125,9 +125,14 @@ def _hot(wanted: Wanted) -> list[list[int]]:
             slots = greedy_slots(frequency, sizes, budget)
         except BudgetTooSmallError as error:
             raise SparkError(str(error), "pass a larger --vram") from error
+    # By the counts themselves: as shares, large ones that differ by little are the same number.
+    order = [
+        -freq if layer.counts is None else -np.array(layer.counts, dtype=np.int64)
+        for layer, freq in zip(layers, frequency, strict=True)
+    ]
     return [
-        np.argsort(-freq, kind="stable")[: min(count, most)].tolist()
-        for freq, count, most in zip(frequency, slots, known, strict=True)
+        np.argsort(keys, kind="stable")[: min(count, most)].tolist()
+        for keys, count, most in zip(order, slots, known, strict=True)
     ]
 
 

@@ -1,7 +1,9 @@
 """fitz-tec's pin list: experts of each layer, most frequent first, without counts.
 
-``# EXPERT_CACHE_PIN_LIST v1``, the numbers of layers and experts after ``n_layer`` and ``n_expert``, then
-``layer I: ID ID …`` for every layer; one without experts has no ids.
+``# EXPERT_CACHE_PIN_LIST v1``, comments (where the trace lay; how many choices of a token counted: ``# top_k: K``),
+the numbers of layers and experts after ``n_layer`` and ``n_expert``, then ``layer I: ID ID …`` for every layer; one
+without experts has no ids. Read from ``tools/build_pin_list.py`` and ``cli.py`` of fitz-tec 0.1.1, which counts prompts
+and generation together.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ __all__ = ["pin_list_text", "read_pin_list"]
 
 _MAGIC = "# EXPERT_CACHE_PIN_LIST v1"
 _SIZE = re.compile(r"#?\s*(n_layer|n_expert)\s*[=:]?\s*(\d{1,9})\s*", re.ASCII)
+_TOP_K = re.compile(r"# top_k: (\d{1,5})", re.ASCII)
 _LAYER = re.compile(r"layer\s+(\d{1,9})\s*:(.*)", re.ASCII)
 
 
@@ -40,6 +43,9 @@ def read_pin_list(path: Path, hints: Hints) -> Found:
     if not layers:
         fail(path, "no layer pins an expert")
     warnings = ["a pin list has an order, no counts; experts that it leaves out were never selected, or not pinned"]
+    counted = sizes.get("top_k")
+    if counted is not None and hints.top_k is not None and counted != hints.top_k:
+        warnings.append(f"the first {counted} choices of each token were counted, and the model selects {hints.top_k}")
     warnings.append("the format names no model: pass --model to check that it fits")
     return Found(layers, warnings)
 
@@ -50,8 +56,11 @@ def _parsed(path: Path) -> tuple[dict[str, int], dict[int, str]]:
     for number, line in lines_of(path):
         if number == 1 and line.strip() != _MAGIC:
             fail(path, f"line 1 is {line[:40]!r}, expected {_MAGIC!r}")
+        counted = _TOP_K.fullmatch(line.strip())
         size, layer = _SIZE.fullmatch(line.strip()), _LAYER.fullmatch(line.strip())
-        if size is not None:
+        if counted is not None:
+            sizes["top_k"] = int(counted[1])
+        elif size is not None:
             if size[1] in sizes:
                 fail(path, f"line {number}: {size[1]} is there twice")
             sizes[size[1]] = int(size[2])

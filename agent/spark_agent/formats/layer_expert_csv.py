@@ -80,7 +80,7 @@ def _blocks(path: Path) -> Iterator[tuple[int, bytes]]:
         raise FormatError(f"cannot read {path}: {error.strerror}", "check the path") from error
 
 
-def _rows(path: Path, first_line: int, block: bytes) -> NDArray[np.int64]:
+def _rows(path: Path, first_line: int, block: bytes) -> NDArray[np.int32]:
     if b"\r" in block:
         block = block.replace(b"\r\n", b"\n")
     if first_line == 1 and block[:1].isalpha():
@@ -89,7 +89,7 @@ def _rows(path: Path, first_line: int, block: bytes) -> NDArray[np.int64]:
             fail(path, f"line 1 is {head[:40]!r}, expected 'layer,expert'")
         first_line += 1
     if not block:
-        return np.empty((0, 2), dtype=np.int64)
+        return np.empty((0, 2), dtype=np.int32)
     codes = np.frombuffer(block, dtype=np.uint8)
     # Whatever is below the digits ends a cell, and has to be the comma or the end of line that is expected there.
     ends = np.flatnonzero(codes < _ZERO)
@@ -98,10 +98,10 @@ def _rows(path: Path, first_line: int, block: bytes) -> NDArray[np.int64]:
     sound = len(ends) % 2 == 0 and codes.max() <= _NINE and lengths.min() >= 1 and lengths.max() <= _MOST_DIGITS
     if not sound or (separators[::2] != _COMMA).any() or (separators[1::2] != _NEWLINE).any():
         _complain(path, first_line, block)
-    values = codes[ends - 1].astype(np.int64) - _ZERO
+    values = (codes[ends - 1] - np.uint8(_ZERO)).astype(np.int32)
     for digit in range(1, int(lengths.max())):
         longer = np.flatnonzero(lengths > digit)
-        values[longer] += (codes[ends[longer] - 1 - digit].astype(np.int64) - _ZERO) * 10**digit
+        values[longer] += (codes[ends[longer] - 1 - digit] - np.uint8(_ZERO)).astype(np.int32) * np.int32(10**digit)
     return values.reshape(-1, 2)
 
 

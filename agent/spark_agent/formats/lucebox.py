@@ -1,9 +1,9 @@
 """Lucebox: the routing table (CSV) and the placement (JSON) that its server keeps beside a model.
 
-CSV: ``# hotness table: n_layer=L n_expert=E n_expert_used=K``, a comment, then L rows of E counts. JSON: ``arch``,
-``version`` 1, ``n_layer``, ``n_expert``, ``n_expert_used``, ``total_hot``, ``hot_counts[L]``, ``hot_expert_ids[L][]``
-in rank order. Read from ``moe_hybrid_routing_stats.cpp`` and ``moe_hybrid_placement.cpp`` of Luce-Org/lucebox at
-62880e20.
+CSV: ``# hotness table: n_layer=L n_expert=E n_expert_used=K``, a comment, then L rows of E counts, with commas, or in
+older tables with blanks. JSON: ``arch``, ``version`` 1, ``n_layer``, ``n_expert``, ``n_expert_used``, ``total_hot``,
+``hot_counts[L]``, ``hot_expert_ids[L][]`` in rank order. Read from ``server/src/common/moe_hybrid_routing_stats.cpp``
+(at 62880e20 and 19446c02) and ``moe_hybrid_placement.cpp`` (at 62880e20 and 0e834acd) of Luce-Org/lucebox.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from spark_schemas.model import MAX_BLOCKS, MAX_EXPERTS
 
 __all__ = ["csv_text", "placement_value", "ranking_of", "read_csv", "read_placement"]
 
+_TITLE = re.compile(r"#\s*hotness table:")
 _HEADER = re.compile(r"#\s*hotness table:\s*n_layer=(\d{1,9}) n_expert=(\d{1,9}) n_expert_used=(\d{1,9})\s*", re.ASCII)
 _VERSION = 1
 
@@ -31,15 +32,16 @@ def read_csv(path: Path, hints: Hints) -> Found:
     counts: dict[int, list[int]] = {}
     for number, line in lines_of(path):
         if line.startswith("#"):
-            match = _HEADER.fullmatch(line)
-            if match is not None:
-                header = (int(match[1]), int(match[2]), int(match[3]))
+            if _TITLE.match(line):
+                if header is not None or counts:
+                    fail(path, f"line {number}: a header after the first line of the table")
+                header = _header(path, number, line)
             continue
         if not line.strip():
             continue
         if len(counts) == (MAX_BLOCKS if header is None else header[0]):
             fail(path, f"line {number}: more rows than layers ({len(counts)})")
-        cells = line.split(",")
+        cells = [cell.strip(" \t") for cell in line.split(",")] if "," in line else line.split()
         expected = header[1] if header is not None else len(next(iter(counts.values()), cells))
         if len(cells) != expected or len(cells) > MAX_EXPERTS:
             fail(path, f"line {number} has {len(cells)} counts, expected {min(expected, MAX_EXPERTS)}")
@@ -58,11 +60,20 @@ def read_csv(path: Path, hints: Hints) -> Found:
     return found
 
 
+def _header(path: Path, number: int, line: str) -> tuple[int, int, int]:
+    match = _HEADER.fullmatch(line)
+    if match is None:
+        fail(path, f"line {number} is {line[:60]!r}, expected '# hotness table: n_layer=L n_expert=E n_expert_used=K'")
+    return int(match[1]), int(match[2]), int(match[3])
+
+
 def read_placement(path: Path, _hints: Hints) -> Found:
     """The placement: which experts are hot, in order, without counts."""
     value = read_json(path)
     if not isinstance(value, dict):
         fail(path, "no object")
+    if "owner" in value and "n_ranks" in value:
+        fail(path, "a placement over the machines of a cluster, which says nothing of how often experts are selected")
     if value.get("version") != _VERSION or isinstance(value.get("version"), bool):
         fail(path, f"version is {value.get('version')!r}, expected {_VERSION}")
     n_layers = integer(path, "n_layer", value.get("n_layer"), MAX_BLOCKS, 1)

@@ -1,12 +1,15 @@
 """mbolt: the permutations that it lays experts out by (JSON), whose ``heat`` are counts.
 
-``n_layers``, ``n_expert``, ``n_tokens``, ``layers[]`` with ``layer`` and ``heat[n_expert]``. Read from mbolt 0.1.0,
-which counts decoded tokens, by default the first 80% of them.
+``n_layers``, ``n_expert``, ``n_tokens`` (those that were counted), ``train_frac``, ``train_tokens``, ``layers[]`` with
+``layer``, ``heat[n_expert]`` (whole numbers as floats) and ``heat_perm``, the experts by it; the other permutations
+(``clique_perm``, ``chain_perm``) and what describes them are not read. Read from ``cluster.py``, ``trace.py`` and
+``sim_cli.py`` of mbolt 0.1.0, which counts decoded tokens, by default the first 80% of them.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from spark_agent.formats.hints import Hints
 from spark_agent.formats.reading import Found, check_sums, counts_of, fail, integer, layers_of_counts, read_json
@@ -37,6 +40,9 @@ def read_mbolt(path: Path, hints: Hints) -> Found:
                 f"layer {layer} is there twice, or has {len(entry['heat'])} counts where n_expert says {n_experts}",
             )
         counts[layer] = counts_of(path, f"layer {layer}", entry["heat"])
+        _check_order(path, layer, counts[layer], entry.get("heat_perm"))
+        if max(counts[layer]) > n_tokens:
+            fail(path, f"layer {layer}: an expert selected {max(counts[layer])} times by {n_tokens} tokens")
         if n_tokens and sum(counts[layer]) % n_tokens:
             fail(path, f"layer {layer}: {sum(counts[layer])} selections are no multiple of n_tokens = {n_tokens}")
     top_ks = {sum(row) // n_tokens for row in counts.values()} if n_tokens else set()
@@ -53,3 +59,12 @@ def read_mbolt(path: Path, hints: Hints) -> Found:
     found.warnings.append("the format names no model: pass --model to check that it fits")
     check_sums(found)
     return found
+
+
+def _check_order(path: Path, layer: int, counts: tuple[int, ...], order: Any) -> None:
+    """Compare the file's own order by heat, where it has one: whoever changed the one has left the other."""
+    if order is None:
+        return
+    experts = list(range(len(counts)))
+    if order != sorted(experts, key=lambda expert: -counts[expert]):
+        fail(path, f"layer {layer}: heat_perm is not the order of its heat")

@@ -1,8 +1,11 @@
 """plumb-moe: its report (JSON), its snapshot (JSON), and the array of ``--eplb-output`` (``.npy``).
 
 Report: ``model_name``, ``layers[]`` with ``layer_id`` and ``experts[]`` of ``expert_id`` and ``token_count``. Snapshot:
-``expert_counts`` ``{"layer:expert": count}``. Array: float32 ``[layers, experts]``. Read from plumb-moe 0.1.0. The
-report's ``hardware_config`` begins with the host's name: it is not kept.
+``expert_counts`` and, the same, ``expert_loads``: ``{"layer:expert": count}``. Array: float32 ``[layers, experts]``.
+Read from ``counter.py``, ``hook.py``, ``autoattach.py``, ``session.py`` and ``report/`` of plumb-moe 0.1.0. Its counter
+keeps the last 1,000 selections of every expert (5,000 where it attaches itself), so there a count ends; it takes the
+first two choices of a token unless its caller says otherwise, and when it attaches itself always. The report's
+``hardware_config`` begins with the host's name: it is not kept.
 """
 
 from __future__ import annotations
@@ -29,6 +32,10 @@ from spark_schemas.model import MAX_BLOCKS, MAX_EXPERTS
 
 __all__ = ["read_plumb"]
 
+_WINDOWS = (1000, 5000)
+"""Where counts end: of its ``Session``, and where it attaches itself."""
+_COUNTS = ("expert_counts", "expert_loads")
+
 
 def read_plumb(path: Path, hints: Hints) -> Found:
     """Counts of every layer; experts that are not listed were not selected."""
@@ -38,7 +45,8 @@ def read_plumb(path: Path, hints: Hints) -> Found:
         value = read_json(path)
         if not isinstance(value, dict):
             fail(path, "no object")
-        cells = list(_snapshot(path, value) if "expert_counts" in value else _report(path, value))
+        counted = next((name for name in _COUNTS if name in value), None)
+        cells = list(_report(path, value) if counted is None else _snapshot(path, value, counted))
         found = Found(_layers(path, cells, hints))
         name = value.get("model_name")
         found.model = name[:200] if isinstance(name, str) else None
@@ -47,6 +55,13 @@ def read_plumb(path: Path, hints: Hints) -> Found:
                 "experts that were never selected are not listed, so the last may be missing: pass --model or --experts"
             )
     found.warnings.append("prompts and generation are counted together")
+    found.warnings.append("plumb counts the first two choices of each token unless it was told of more")
+    most = max(max(layer.counts or (0,)) for layer in found.layers)
+    ended = sum(row == most for layer in found.layers for row in layer.counts or ())
+    if most in _WINDOWS and ended > 1:
+        found.warnings.append(
+            f"{ended} experts are at {most}, where plumb stops counting: which of them are hotter is not known"
+        )
     check_sums(found)
     return found
 
@@ -72,10 +87,10 @@ def _layers(path: Path, cells: list[tuple[int, int, int]], hints: Hints) -> Any:
     return layers_of_counts(path, counts, hints.top_k)
 
 
-def _snapshot(path: Path, value: dict[str, Any]) -> Any:
-    counts = value["expert_counts"]
+def _snapshot(path: Path, value: dict[str, Any], name: str) -> Any:
+    counts = value[name]
     if not isinstance(counts, dict):
-        fail(path, "expert_counts, expected an object")
+        fail(path, f"{name}, expected an object")
     for key, count in counts.items():
         layer, _, expert = key.partition(":")
         yield (
@@ -88,7 +103,7 @@ def _snapshot(path: Path, value: dict[str, Any]) -> Any:
 def _report(path: Path, value: dict[str, Any]) -> Any:
     layers = value.get("layers")
     if not isinstance(layers, list):
-        fail(path, "neither layers nor expert_counts")
+        fail(path, f"neither layers nor {_COUNTS[0]}")
     for entry in layers:
         if not isinstance(entry, dict) or not isinstance(entry.get("experts"), list):
             fail(path, "a layer without experts")

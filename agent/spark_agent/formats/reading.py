@@ -20,6 +20,7 @@ from spark_schemas.model import MAX_BLOCKS, MAX_EXPERTS
 
 __all__ = [
     "MOST_CELLS",
+    "MOST_JSON_BYTES",
     "FormatError",
     "Found",
     "check_sums",

@@ -1,9 +1,14 @@
 """SGLang's expert-distribution recorder (``.pt``), and the JSON that ``--init-expert-location`` takes.
 
-Modes ``stat`` and ``stat_approx``: ``logical_count``, int32 ``[steps, layers, experts]``. Mode ``per_pass``:
-``records`` with ``global_physical_count[layers, physical]`` and ``last_physical_to_logical_map``. Read from
-``sglang/srt/eplb/expert_distribution.py`` and ``expert_location.py``. ``activation_freq[layers, experts]`` is what
-KTransformers makes of it (``kt-kernel``, ``experts_base.py``).
+Modes ``stat`` and ``stat_approx``: ``rank``, ``logical_count``, int32 ``[steps, layers, experts]`` of all ranks, and
+``average_utilization_rate_over_window``. Modes ``per_pass`` and ``per_token``: a file for each rank, with ``records``
+of ``forward_pass_id``, ``rank``, ``gatherer_key`` and ``global_physical_count[layers, physical]``, which early
+``per_token`` recordings lack, and ``last_physical_to_logical_map``. ``per_token`` adds ``input_ids``, ``positions``,
+``extend_seq_lens``, ``forward_mode``, ``topk_ids_of_layer`` and ``misc_objects``, none of which is read. For
+``--init-expert-location``: ``logical_count`` of two or three axes, or ``physical_to_logical_map``. Read from
+``python/sglang/srt/eplb/expert_distribution.py`` (at 02295fe5) and ``expert_location.py`` (at 01fec5c2) of
+sgl-project/sglang. ``activation_freq[layers, experts]`` is what KTransformers makes of it (``kt-kernel``,
+``experts_base.py``).
 """
 
 from __future__ import annotations
@@ -51,7 +56,7 @@ def read_recorder(path: Path, hints: Hints) -> Found:
     elif "activation_freq" in value:
         counts = _table(path, "activation_freq", value["activation_freq"], (2,))
     elif "records" in value:
-        counts = _passes(path, value)
+        counts = _passes(path, value, warnings)
     else:
         fail(path, f"neither logical_count nor records, found {', '.join(sorted(str(key) for key in value))[:80]}")
     found = Found(layers_of_counts(path, dict(enumerate(counts)), hints.top_k), warnings)
@@ -67,12 +72,31 @@ def read_location(path: Path, hints: Hints) -> Found:
     rows = value["logical_count"]
     if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
         fail(path, "logical_count, expected a list of counts for each layer")
-    counts = {layer: counts_of(path, f"layer {layer}", row) for layer, row in enumerate(rows)}
+    counts: dict[int, Sequence[int] | NDArray[np.int64]]
+    if rows and all(row and isinstance(row[0], list) for row in rows):
+        counts = dict(enumerate(_steps(path, rows)))
+    else:
+        counts = {layer: counts_of(path, f"layer {layer}", row) for layer, row in enumerate(rows)}
     found = Found(
         layers_of_counts(path, counts, hints.top_k), ["the format names no model: pass --model to check that it fits"]
     )
     check_sums(found)
     return found
+
+
+def _steps(path: Path, steps: Sequence[Sequence[Any]]) -> NDArray[np.int64]:
+    """Counts of every step, ``[steps, layers, experts]``, added up."""
+    shapes = {tuple(len(row) if isinstance(row, list) else -1 for row in step) for step in steps}
+    if len(shapes) != 1 or min(next(iter(shapes))) < 0:
+        fail(path, "logical_count of three axes, expected as many layers and experts in each step")
+    total: list[list[int]] = [[0] * extent for extent in shapes.pop()]
+    for number, step in enumerate(steps):
+        for layer, row in enumerate(step):
+            counts = counts_of(path, f"step {number}, layer {layer}", row)
+            total[layer] = [sum(pair) for pair in zip(total[layer], counts, strict=True)]
+    if max((max(row, default=0) for row in total), default=0) > MAX_COUNT or len({len(row) for row in total}) > 1:
+        fail(path, f"logical_count, expected as many experts in each layer and sums of at most {MAX_COUNT}")
+    return np.array(total, dtype=np.int64)
 
 
 def location_value(counts: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -97,7 +121,7 @@ def _added(path: Path, counts: NDArray[np.int64]) -> NDArray[np.int64]:
     return whole_counts(path, "the sum of all steps", counts.sum(axis=0))
 
 
-def _passes(path: Path, value: dict[Any, Any]) -> NDArray[np.int64]:
+def _passes(path: Path, value: dict[Any, Any], warnings: list[str]) -> NDArray[np.int64]:
     records, logical = value["records"], value.get("last_physical_to_logical_map")
     if not isinstance(records, list) or not records or not all(isinstance(record, dict) for record in records):
         fail(path, "no records")
@@ -112,6 +136,10 @@ def _passes(path: Path, value: dict[Any, Any]) -> NDArray[np.int64]:
         fail(path, "last_physical_to_logical_map names experts that are none")
     total = np.zeros((len(logical), n_experts), dtype=np.int64)
     rows = np.arange(len(logical))[:, None]
+    warnings.append("passes of one rank: every other one wrote a file of its own")
+    warnings.append("replicas are added up by the last map: where experts moved while it recorded, that is another one")
+    if any("input_ids" in record for record in records):
+        warnings.append("the file holds the text itself: only its counts were read, keep it private or remove it")
     for record in records:
         counts = _table(path, "global_physical_count", record["global_physical_count"], (2,))
         if counts.shape != logical.shape:

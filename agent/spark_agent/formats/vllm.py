@@ -1,9 +1,15 @@
 """vLLM: the JSON lines of expert-load statistics, and the answer of ``GET /v1/routed-experts/stats``.
 
-Lines (``expert_load_stats_path``, pull request 41141): ``record_type`` ``eplb_load_stats``, ``version`` 1, ``step``,
-``expert_load[layers][physical]``, ``p2l_map[layers][physical]``; other record types are passed over. Answer (pull
-request 46146): ``num_experts``, ``num_layers``, ``top_k``, ``total_tokens_processed``, and
-``layer_expert_activation_counts`` ``{layer: {expert: count}}``. Neither was merged when this was read.
+Lines (``expert_load_stats_path``, in an earlier version ``write_stats_path``, pull request 41141): ``record_type``
+``eplb_load_stats``, ``version`` 1, ``step``, ``num_ranks``, ``expert_load[layers][physical]``,
+``p2l_map[layers][physical]``, which its own reader adds up over all steps; ``eplb_load_meta`` with ``model`` and
+sizes; ``session_metadata``, ``bench_run_start`` and whatever else is passed over, as there;
+``eplb_initial_mapping`` is no statistics. Read from ``tools/eplb/generate_static_mapping.py`` of
+vllm-project/vllm at 63727bfc and from its tests; what writes the lines was not at hand. Answer (pull request 46146):
+``num_experts``, ``num_layers``, ``top_k``, ``total_tokens_processed``, ``layer_expert_activation_counts`` ``{layer:
+{expert: count}}`` without those that are 0, of all ranks together; ``expert_activation_counts``, its sums over the
+layers; ``total_requests_processed``, ``is_collecting``, ``load_balance_score``, ``most_activated_experts`` and
+``least_activated_experts`` are not read. Read from its collector. Neither was merged when this was read.
 """
 
 from __future__ import annotations
@@ -43,15 +49,11 @@ def read_load_stats(path: Path, hints: Hints) -> Found:
     for number, line in lines_of(path):
         if not line.strip():
             continue
-        record = parse_json(path, line)
-        if not isinstance(record, dict):
-            fail(path, f"line {number} is no object")
+        record = _record(path, number, line)
         if isinstance(record.get("model"), str):
             model = record["model"][:200]
         if record.get("record_type") != "eplb_load_stats":
             continue
-        if record.get("version") != 1 or isinstance(record.get("version"), bool):
-            fail(path, f"line {number}: version {record.get('version')!r}, expected 1")
         loads, logical = _loads(path, number, record)
         n_experts = int(logical.max(initial=-1)) + 1
         if n_experts > MAX_EXPERTS or len(loads) > MAX_BLOCKS or len(loads) * n_experts > MOST_CELLS:
@@ -92,7 +94,10 @@ def read_routed_experts(path: Path, _hints: Hints) -> Found:
         for expert, count in row.items():
             what = f"layer {layer}, expert {expert[:20]}"
             counts[layer][digits(path, what, expert, n_experts - 1)] = integer(path, what, count, MAX_COUNT)
+    _compare_sums(path, counts, value.get("expert_activation_counts"))
     found = Found(layers_of_counts(path, counts, top_k), [_NO_MODEL], tokens=tokens)
+    if value.get("is_collecting") is False:
+        found.warnings.append("it was not collecting any more when it was asked")
     sums = {sum(row) for row in counts.values() if any(row)}
     if sums != {tokens * top_k}:
         found.warnings.append(
@@ -101,6 +106,37 @@ def read_routed_experts(path: Path, _hints: Hints) -> Found:
         )
     check_sums(found)
     return found
+
+
+def _record(path: Path, number: int, line: str) -> dict[str, Any]:
+    """An object of a type and version that is known, or of a type that is passed over."""
+    record = parse_json(path, line)
+    if not isinstance(record, dict):
+        fail(path, f"line {number} is no object")
+    if record.get("record_type") == "eplb_initial_mapping":
+        fail(path, f"line {number} is a mapping, which says nothing of how often experts are selected")
+    version = record.get("version")
+    if record.get("record_type") == "eplb_load_stats" and (version != 1 or isinstance(version, bool)):
+        fail(path, f"line {number}: version {version!r}, expected 1")
+    return record
+
+
+def _compare_sums(path: Path, counts: dict[int, list[int]], stated: Any) -> None:
+    """Compare with the sums over the layers, where the answer has them."""
+    if stated is None:
+        return
+    if not isinstance(stated, dict):
+        fail(path, "expert_activation_counts, expected counts by expert")
+    sums = {expert: total for expert, total in enumerate(map(sum, zip(*counts.values(), strict=True))) if total}
+    n_experts = len(next(iter(counts.values())))
+    found = {digits(path, "an expert", key, n_experts - 1): count for key, count in stated.items()}
+    for expert in sorted(sums.keys() | found.keys()):
+        if found.get(expert, 0) != sums.get(expert, 0):
+            fail(
+                path,
+                f"expert {expert} is selected {sums.get(expert, 0)} times in all layers, expert_activation_counts says "
+                f"{str(found.get(expert, 0))[:40]}",
+            )
 
 
 def _loads(path: Path, number: int, record: dict[str, Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

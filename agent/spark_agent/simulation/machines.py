@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from spark_agent.errors import SparkError, UsageError
 from spark_runtime.simulator.cost import Machine, MeasuredRun
 
-__all__ = ["MachineFigures", "machine_of"]
+__all__ = ["MachineFigures", "fitted_machine", "machine_of"]
 
 _MOST_BYTES = 16 * 2**20
 
@@ -28,12 +29,17 @@ class MachineFigures:
 
 
 def machine_of(
-    path: Path | None, token_ms: float, miss_us: float, link_bytes_per_s: int | None
+    path: Path | None,
+    token_ms: float,
+    miss_us: float,
+    link_bytes_per_s: int | None,
+    pageable_bytes_per_s: int | None = None,
 ) -> MachineFigures | None:
     """A machine from a file, with what was said on the command line in its place; ``None`` when nothing was said.
 
     A file is the JSON of ``spark-agent bench``, whose tiered rows tell what a miss costs, or an object with
-    ``token_s``, ``miss_s`` and, if known, ``link_bytes_per_s``. Raises :class:`SparkError` and :class:`UsageError`.
+    ``token_s``, ``miss_s`` and, if known, ``link_bytes_per_s``, ``pageable_bytes_per_s`` (from memory that is not
+    locked), ``layer_s`` with ``n_layers``, and ``prompt_token_s``. Raises :class:`SparkError` and :class:`UsageError`.
     """
     if path is None and not (token_ms or miss_us or link_bytes_per_s):
         return None
@@ -65,7 +71,7 @@ def machine_of(
             link,
             _number(value, "layer_s") or 0.0,
             int(_number(value, "n_layers") or 0),
-            _number(value, "pageable_bytes_per_s"),
+            pageable_bytes_per_s or _number(value, "pageable_bytes_per_s"),
             _number(value, "prompt_token_s"),
         )
         return MachineFigures(machine, expert_bytes, fingerprint)
@@ -89,7 +95,7 @@ def _read(path: Path) -> dict[str, Any]:
     return value
 
 
-def _number(value: dict[str, Any], key: str) -> float | None:
+def _number(value: Mapping[str, Any], key: str) -> float | None:
     found = value.get(key)
     if found is None:
         return None
@@ -98,7 +104,7 @@ def _number(value: dict[str, Any], key: str) -> float | None:
     return float(found)
 
 
-def _machine(value: dict[str, Any]) -> dict[str, Any]:
+def _machine(value: Mapping[str, Any]) -> Mapping[str, Any]:
     """What ``spark-agent bench`` measured of the machine itself; earlier ones did not."""
     found = value.get("machine") or {}
     if not isinstance(found, dict):
@@ -106,8 +112,12 @@ def _machine(value: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _measured_link(value: dict[str, Any]) -> dict[str, float]:
-    names = {"link_bytes_per_s": "bytes_per_s", "pageable_bytes_per_s": "pageable_bytes_per_s"}
+def _measured_link(value: Mapping[str, Any]) -> dict[str, float]:
+    names = {
+        "link_bytes_per_s": "bytes_per_s",
+        "pageable_bytes_per_s": "pageable_bytes_per_s",
+        "latency_s": "latency_s",
+    }
     link = _machine(value).get("link") or {}
     if not isinstance(link, dict):
         raise SparkError(f"machine.link is {link!r}, expected an object")
@@ -123,24 +133,37 @@ def _prompt_token_s(value: dict[str, Any]) -> float | None:
     return None
 
 
+def fitted_machine(value: Mapping[str, Any], token_s: float = 0.0) -> Machine:
+    """What the tiered rows of ``spark-agent bench`` say of slots and misses, with the link where it was measured.
+
+    ``token_s`` stands in for the row with every expert resident. Raises ``ValueError``, ``KeyError``, ``TypeError`` or
+    ``AttributeError`` where the rows tell no machine, :class:`SparkError` for figures that are none.
+    """
+    rows = [row for row in value["rows"] if row.get("decode_tok_s")]
+    # spark-agent bench, and infra/benchmarks/tier_interleaved.py
+    resident = [float(row["decode_tok_s"]) for row in rows if row["config"] in {"all-gpu", "plain"}]
+    runs = [
+        MeasuredRun(
+            float(row["decode_tok_s"]), float(row["cold_hits_per_token"]), _number(row, "pageable_share") or 0.0
+        )
+        for row in rows
+        if row.get("cold_hits_per_token")
+    ]
+    if not token_s and not resident:
+        raise ValueError("no row was measured with every expert resident")
+    link = _measured_link(value)
+    expert_bytes = _number(value, "expert_bytes") or 0.0
+    n_layers = int(_number(_machine(value), "n_layers") or 0)
+    rate, pageable = link.get("link_bytes_per_s"), link.get("pageable_bytes_per_s")
+    if not rate or not expert_bytes:
+        return Machine.fitted(token_s or 1.0 / resident[0], runs, n_layers=n_layers)
+    latency_s = link.get("latency_s")
+    return Machine.fitted(token_s or 1.0 / resident[0], runs, expert_bytes, rate, n_layers, pageable, latency_s)
+
+
 def _fitted(value: dict[str, Any], path: Path | None, token_s: float) -> Machine:
     try:
-        rows = [row for row in value["rows"] if row.get("decode_tok_s")]
-        # spark-agent bench, and infra/benchmarks/tier_interleaved.py
-        resident = [row["decode_tok_s"] for row in rows if row["config"] in {"all-gpu", "plain"}]
-        runs = [
-            MeasuredRun(float(row["decode_tok_s"]), float(row["cold_hits_per_token"]))
-            for row in rows
-            if row.get("cold_hits_per_token")
-        ]
-        if not token_s and not resident:
-            raise ValueError("no row was measured with every expert resident")
-        link = _measured_link(value).get("link_bytes_per_s")
-        expert_bytes = _number(value, "expert_bytes") or 0.0
-        n_layers = int(_number(_machine(value), "n_layers") or 0)
-        if not link or not expert_bytes:
-            return Machine.fitted(token_s or 1.0 / float(resident[0]), runs, n_layers=n_layers)
-        return Machine.fitted(token_s or 1.0 / float(resident[0]), runs, expert_bytes, link, n_layers)
+        return fitted_machine(value, token_s)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise SparkError(
             f"{path} tells no machine's figures: {error}", "measure one: spark-agent bench --json > FILE"

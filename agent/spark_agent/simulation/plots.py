@@ -1,15 +1,58 @@
-"""Curves of a simulation as a picture; needs the ``plot`` extra."""
+"""Curves of a simulation as a picture; needs the ``plot`` extra.
+
+A policy is a colour and a shape, so that either tells it (the colours are those of Okabe and Ito, which people tell
+apart however they see colours); what the slots belong to is the kind of line, and the profile how the shape is filled.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from spark_agent.errors import SparkError
 from spark_agent.files import replacing
 from spark_agent.simulation.rows import Row
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 __all__ = ["save_plot"]
+
+_POLICIES: Mapping[str, tuple[str, str]] = {
+    "uniform": ("#999999", "v"),
+    "static": ("#0072b2", "s"),
+    "oracle": ("#56b4e9", "D"),
+    "lru_unprotected": ("#cc79a7", "<"),
+    "lru": ("#e69f00", ">"),
+    "lfu": ("#a6761d", "P"),
+    "lru_pinned": ("#d55e00", "h"),
+    "scored": ("#000000", "o"),
+    "scored_tuned": ("#5c3b99", "X"),
+    "belady": ("#009e73", "^"),
+}
+"""Colour and shape."""
+_SHARING: Mapping[str | None, tuple[str, str]] = {
+    None: ("-", "nothing moves"),
+    "layer": ("-", "equal in each layer"),
+    "placed": ("--", "by frequency per byte"),
+    "pool": (":", "one pool"),
+}
+_PROFILES: Mapping[str, str] = {
+    "none": "none",
+    "own": "full",
+    "mixed": "left",
+    "foreign": "bottom",
+    "given": "top",
+    "held-out": "full",
+    "itself": "full",
+}
+"""How a shape is filled."""
+_TITLES = ("policy", "slots", "starts with the profile")
+_FEW = 4
+"""Curves that leave room for their intervals."""
+_WIDTH, _HEIGHT, _DPI = 6.5, 5.5, 144
+_Curve = tuple[str, str | None, str]
 
 
 def save_plot(path: Path, rows: Sequence[Row]) -> None:
@@ -18,39 +61,99 @@ def save_plot(path: Path, rows: Sequence[Row]) -> None:
     Raises :class:`SparkError` without matplotlib, and when the file cannot be written.
     """
     try:
+        import matplotlib as mpl
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise SparkError("plots need matplotlib", "pip install 'spark-moe[plot]'") from error
-    curves: dict[str, list[Row]] = {}
-    for row in rows:
-        parts = (row.policy, row.profile, row.sharing)
-        curves.setdefault(", ".join(part for part in parts if part is not None), []).append(row)
+    curves: dict[_Curve, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row.residency):
+        curves.setdefault((row.policy, row.sharing, row.profile), []).append(row)
     predicted = any(row.predicted_tok_s is not None for row in rows)
-    figure = Figure(figsize=(14 if predicted else 9, 6), layout="constrained")
+    n_plots = 2 if predicted else 1
+    figure = Figure(figsize=(n_plots * _WIDTH + 2.5, _HEIGHT), dpi=_DPI, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, 2 if predicted else 1, squeeze=False)[0]
-    for name, points in curves.items():
-        ordered = sorted(points, key=lambda row: row.residency)
-        axes[0].plot([100 * row.residency for row in ordered], [row.cold_hit_rate for row in ordered], "o-", label=name)
-        timed = [row for row in ordered if row.predicted_tok_s is not None]
-        if predicted and timed:
-            known = all(row.slot_bytes is not None for row in timed)
-            memory = [(row.slot_bytes or 0) / 2**30 if known else 100 * row.residency for row in timed]
-            axes[1].plot(memory, [row.predicted_tok_s for row in timed], "o-", label=name)
-            axes[1].set_xlabel("experts in slots, GiB" if known else "experts in slots, %")
-    axes[0].set_xlabel("experts in slots, %")
-    axes[0].set_ylabel("cold-hit rate")
-    axes[0].set_ylim(bottom=0)
-    axes[0].legend(fontsize="small")
+    axes = figure.subplots(1, n_plots, squeeze=False)[0]
+    _draw_rates(axes[0], curves)
     if predicted:
-        axes[1].set_ylabel("predicted tokens a second")
+        _draw_speeds(axes[1], curves)
     for axis in axes:
         axis.grid(visible=True, alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.margins(x=0.04)
+    legend = figure.legend(handles=_keys(curves), loc="outside right upper", fontsize="small", frameon=False)
+    for text in legend.get_texts():
+        if text.get_text() in _TITLES:
+            text.set_fontweight("bold")
+    phases, judged = sorted({row.phase for row in rows}), max(row.n_sessions for row in rows)
+    title = f"{' and '.join(phases)}, {judged} sessions" if judged else "imported counts, by themselves"
+    figure.suptitle(title, fontsize="medium")
+    svg = path.suffix == ".svg"
     try:
-        with replacing(path, mode=0o644) as file:
-            figure.savefig(
-                file, format=path.suffix.removeprefix("."), metadata={"Date": None} if path.suffix == ".svg" else None
-            )
+        # The same bytes for the same rows.
+        with mpl.rc_context({"svg.hashsalt": "spark"}), replacing(path, mode=0o644) as file:
+            figure.savefig(file, format=path.suffix.removeprefix("."), metadata={"Date": None} if svg else None)
     except OSError as error:
         raise SparkError(f"cannot write {path}: {error.strerror}", "check the folder and its space") from error
+
+
+def _draw_rates(axis: Axes, curves: Mapping[_Curve, Sequence[Row]]) -> None:
+    for curve, points in curves.items():
+        at = [100 * row.residency for row in points]
+        axis.plot(at, [100 * row.cold_hit_rate for row in points], **_style(curve))
+        ends = [(100 * row.low, 100 * row.high) for row in points if row.low is not None and row.high is not None]
+        if len(curves) <= _FEW and len(ends) == len(points):
+            low, high = zip(*ends, strict=True)
+            axis.fill_between(at, low, high, color=_POLICIES[curve[0]][0], alpha=0.12, linewidth=0)
+    axis.set_xlabel("experts in slots, % of all")
+    axis.set_ylabel("cold hits, % of selections")
+    axis.set_ylim(bottom=0)
+
+
+def _draw_speeds(axis: Axes, curves: Mapping[_Curve, Sequence[Row]]) -> None:
+    timed = {curve: [row for row in points if row.predicted_tok_s is not None] for curve, points in curves.items()}
+    rows = [row for points in timed.values() for row in points]
+    sizes = [row.slot_bytes for row in rows if row.slot_bytes is not None]
+    known = len(sizes) == len(rows)
+    unit, name = (2**30, "GiB") if known and max(sizes) >= 2**30 else (2**20, "MiB")
+    for curve, points in timed.items():
+        memory = [(row.slot_bytes or 0) / unit if known else 100 * row.residency for row in points]
+        axis.plot(memory, [row.predicted_tok_s or 0.0 for row in points], **_style(curve))
+    axis.set_xlabel(f"experts in slots, {name}" if known else "experts in slots, % of all")
+    axis.set_ylabel("predicted speed, tokens/s")
+
+
+def _style(curve: _Curve) -> dict[str, Any]:
+    policy, sharing, profile = curve
+    colour, shape = _POLICIES[policy]
+    line, fill = _SHARING[sharing][0], _PROFILES[profile]
+    return {"color": colour, "marker": shape, "linestyle": line, "fillstyle": fill, "markersize": 6, "linewidth": 1.4,
+            "markerfacecoloralt": "white"}  # fmt: skip
+
+
+def _keys(curves: Mapping[_Curve, object]) -> list[Any]:
+    """What colours and shapes, lines and fillings mean, as far as they occur."""
+    from matplotlib.lines import Line2D
+
+    def key(label: str, **style: Any) -> Any:
+        return Line2D([], [], label=label, **{"linestyle": "none", "color": "black", **style})
+
+    policies = [name for name in _POLICIES if any(policy == name for policy, _, _ in curves)]
+    lines: dict[str, list[str]] = {}
+    for line, label in (_SHARING[name] for name in _SHARING if any(sharing == name for _, sharing, _ in curves)):
+        lines.setdefault(line, []).append(label)
+    fills: dict[str, list[str]] = {}
+    for name in (name for name in _PROFILES if any(profile == name for _, _, profile in curves)):
+        fills.setdefault(_PROFILES[name], []).append(name)
+    keys = [key(_TITLES[0])]
+    keys += [key(name, color=_POLICIES[name][0], marker=_POLICIES[name][1], linestyle="-") for name in policies]
+    keys += [
+        key(""),
+        key(_TITLES[1]),
+        *(key(" / ".join(labels), linestyle=line, linewidth=1.4) for line, labels in lines.items()),
+    ]
+    keys += [key(""), key(_TITLES[2])]
+    keys += [
+        key(" / ".join(names), marker="o", fillstyle=fill, markerfacecoloralt="white") for fill, names in fills.items()
+    ]
+    return keys

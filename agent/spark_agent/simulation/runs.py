@@ -22,6 +22,7 @@ from spark_runtime.simulator.study import (
     equal_slots,
     placed_slots,
 )
+from spark_runtime.simulator.tuning import tune
 
 if TYPE_CHECKING:
     from spark_agent.simulation.machines import MachineFigures
@@ -50,6 +51,8 @@ class Plan:
     phase: PhaseOf
     batch: int
     ubatch: int
+    pageable_share: float
+    """Of the copies, from memory that is not locked."""
     tune: bool
     placed_asked: bool
     """Whether slots by frequency were named: then also for what does not move."""
@@ -68,9 +71,12 @@ class Plan:
         phase: str,
         batch: int,
         ubatch: int,
+        pageable_share: float,
         tune: bool,
     ) -> Plan:
         """Check what was typed; raise :class:`UsageError`."""
+        if not 0 <= pageable_share <= 1:
+            raise UsageError(f"--pageable: found {pageable_share:g}, expected a share from 0 to 1")
         for share in residencies:
             if not 0 < share <= 1:
                 raise UsageError(f"--residency: found {share:g}, expected a share above 0, at most 1", "e.g. 0.6")
@@ -89,6 +95,7 @@ class Plan:
             phase=_names("--phase", [phase], get_args(PhaseOf))[0],
             batch=batch,
             ubatch=ubatch,
+            pageable_share=pageable_share,
             tune=tune,
             placed_asked="placed" in sharings,
             asked=bool(policies),
@@ -116,7 +123,7 @@ def run(
         _trace_rows(plan, source, workload, report, advance)
     else:
         count_rows(plan, source, workload, report)
-    _predict(report, source, figures, plan.ubatch)
+    _predict(report, source, figures, plan)
     return report
 
 
@@ -232,7 +239,7 @@ def _tune(plan: Plan, study: Study, residency: float, report: Report) -> None:
             cache = Cache("scored", "pool" if sharing == "pool" else "layer")
             try:
                 slots = _slots(study, residency, profile, sharing)
-                found = study.tune(cache, slots, profile)
+                found = tune(study, cache, slots, profile)
                 cache = replace(cache, decay=found.decay, prior_tokens=found.prior_tokens)
                 row = _row(study.judge(cache, slots, profile, plan.positions), cache, profile, residency, slots)
             except TraceTooSmallError as error:
@@ -254,10 +261,17 @@ def _tune(plan: Plan, study: Study, residency: float, report: Report) -> None:
             report.rows.append(_finished(row, study, slots, plan, cache))
 
 
-def _predict(report: Report, source: Source, figures: MachineFigures | None, ubatch: int) -> None:
+def _predict(report: Report, source: Source, figures: MachineFigures | None, plan: Plan) -> None:
     if figures is None:
+        if plan.pageable_share:
+            raise UsageError("--pageable needs a machine's figures", "pass --machine BENCH.json")
         return
     machine, measured = figures.machine, figures.expert_bytes
+    if plan.pageable_share and (machine.pageable_bytes_per_s is None or machine.link_bytes_per_s is None):
+        raise UsageError(
+            "nothing says what a copy from memory that is not locked takes",
+            "pass --link and --pageable-link, or the --machine of a newer spark-agent bench",
+        )
     own = source.mean_expert_bytes
     if machine.link_bytes_per_s is not None and own is None:
         raise SparkError(
@@ -269,19 +283,20 @@ def _predict(report: Report, source: Source, figures: MachineFigures | None, uba
         )
     if figures.fingerprint is not None and figures.fingerprint != source.fingerprint:
         report.notes.append("a token's time was measured with another model: pass --token-ms for this one's")
-    report.rows = [replace(row, predicted_tok_s=_rate(machine, row, source, ubatch)) for row in report.rows]
+    report.rows = [replace(row, predicted_tok_s=_rate(machine, row, source, plan)) for row in report.rows]
 
 
-def _rate(machine: Machine, row: Row, source: Source, ubatch: int) -> float | None:
+def _rate(machine: Machine, row: Row, source: Source, plan: Plan) -> float | None:
     """Tokens a second; of prompts only where experts are fetched layer by layer, and everything is known."""
+    expert_bytes, pageable, ubatch = source.mean_expert_bytes or 0.0, plan.pageable_share, plan.ubatch
     if row.phase != "prefill":
         if row.loads_per_token is None:
             return None
-        return round(machine.decode_tok_s(row.loads_per_token, source.mean_expert_bytes or 0.0), 2)
+        return round(machine.decode_tok_s(row.loads_per_token, expert_bytes, pageable), 2)
     if machine.prompt_token_s is None or machine.link_bytes_per_s is None or ubatch <= MAX_SLOT_TOKENS:
         return None
     absent = sum(layer.n_experts for layer in source.layers) * (1 - row.residency) / len(source.layers)
-    return round(machine.prefill_tok_s(ubatch, [absent] * len(source.layers), source.mean_expert_bytes or 0.0), 2)
+    return round(machine.prefill_tok_s(ubatch, [absent] * len(source.layers), expert_bytes, pageable), 2)
 
 
 def _note(report: Report, text: str) -> None:

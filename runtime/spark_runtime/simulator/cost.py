@@ -10,6 +10,9 @@ import numpy as np
 
 __all__ = ["Machine", "MeasuredRun"]
 
+_TOLD_APART = 1.5
+"""So many times as many misses as another run had: then the two say what one takes."""
+
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
@@ -17,6 +20,8 @@ class MeasuredRun:
 
     decode_tok_s: float
     loads_per_token: float
+    pageable_share: float = 0.0
+    """Of the copies, from memory that is not locked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,25 +63,35 @@ class Machine:
         ``pageable_share`` of the copies come from memory that is not locked. Raises ``ValueError`` for a share of those
         where their rate is not known.
         """
+        copy_s = self._copy_s(expert_bytes, pageable_share)
+        return 1.0 / (self.token_s + self.n_layers * self.layer_s + loads_per_token * (self.miss_s + copy_s))
+
+    def prefill_tok_s(
+        self, tokens_at_once: int, fetched: Sequence[float], expert_bytes: float, pageable_share: float = 0.0
+    ) -> float:
+        """Prompt tokens a second; ``fetched`` experts of each layer are copied one by one in every batch.
+
+        The first layer waits for its own. Raises ``ValueError`` where neither the link nor a prompt's token is known,
+        and as :meth:`decode_tok_s` for ``pageable_share``.
+        """
+        if self.prompt_token_s is None or self.link_bytes_per_s is None or not fetched:
+            raise ValueError("a prompt's token with everything resident, or the link's rate, is not known")
+        computed_s = tokens_at_once * self.prompt_token_s / len(fetched)
+        copy_s = self.miss_s + self._copy_s(expert_bytes, pageable_share)
+        fetches_s = [count * copy_s for count in fetched]
+        following = [*fetches_s[1:], 0.0]
+        return tokens_at_once / (fetches_s[0] + sum(max(computed_s, fetch_s) for fetch_s in following))
+
+    def _copy_s(self, expert_bytes: float, pageable_share: float) -> float:
+        """The bytes of one expert."""
+        if not 0 <= pageable_share <= 1:
+            raise ValueError(f"{pageable_share} of the copies from memory that is not locked, expected a share")
         copy_s = 0.0 if self.link_bytes_per_s is None else expert_bytes / self.link_bytes_per_s
         if pageable_share:
             if self.pageable_bytes_per_s is None or self.link_bytes_per_s is None:
                 raise ValueError("the rate of memory that is not locked is not known")
             copy_s += pageable_share * expert_bytes * (1 / self.pageable_bytes_per_s - 1 / self.link_bytes_per_s)
-        return 1.0 / (self.token_s + self.n_layers * self.layer_s + loads_per_token * (self.miss_s + copy_s))
-
-    def prefill_tok_s(self, tokens_at_once: int, fetched: Sequence[float], expert_bytes: float) -> float:
-        """Prompt tokens a second; ``fetched`` experts of each layer are copied one by one in every batch.
-
-        The first layer waits for its own. Raises ``ValueError`` where neither the link nor a prompt's token is known.
-        """
-        if self.prompt_token_s is None or self.link_bytes_per_s is None or not fetched:
-            raise ValueError("a prompt's token with everything resident, or the link's rate, is not known")
-        computed_s = tokens_at_once * self.prompt_token_s / len(fetched)
-        copy_s = self.miss_s + expert_bytes / self.link_bytes_per_s
-        fetches_s = [count * copy_s for count in fetched]
-        following = [*fetches_s[1:], 0.0]
-        return tokens_at_once / (fetches_s[0] + sum(max(computed_s, fetch_s) for fetch_s in following))
+        return copy_s
 
     @classmethod
     def fitted(
@@ -86,22 +101,30 @@ class Machine:
         expert_bytes: float = 0.0,
         link_bytes_per_s: float | None = None,
         n_layers: int = 0,
+        pageable_bytes_per_s: float | None = None,
+        latency_s: float | None = None,
     ) -> Machine:
         """The time of a miss, and of a layer's slots where ``n_layers`` is given, from measured runs by least squares.
 
-        With the link's rate known, what is left of a miss is its launch. Neither is ever below 0. Raises ``ValueError``
-        without a run that missed.
+        With the link's rate known, what is left of a miss is its launch. Runs that all missed about as often do not
+        say what of their time was misses: there a launch takes the ``latency_s`` of the link, where it is known.
+        Neither is ever below 0. Raises ``ValueError`` without a run that missed, and for one from memory that is not
+        locked where its rate is not known.
         """
         loads = np.array([run.loads_per_token for run in runs], dtype=np.float64)
         if not loads.any():
             raise ValueError("no measured run copied experts, so nothing says what a copy takes")
-        copy_s = 0.0 if link_bytes_per_s is None else expert_bytes / link_bytes_per_s
-        more = np.array([1.0 / run.decode_tok_s - token_s for run in runs]) - loads * copy_s
+        link = cls(token_s, 0.0, link_bytes_per_s, pageable_bytes_per_s=pageable_bytes_per_s)
+        copies_s = [0.0 if link_bytes_per_s is None else link._copy_s(expert_bytes, run.pageable_share) for run in runs]
+        more = np.array([1.0 / run.decode_tok_s - token_s for run in runs]) - loads * np.array(copies_s)
+        if latency_s is not None and n_layers and loads.max() < _TOLD_APART * loads.min():
+            layer_s = max(0.0, float((more - loads * latency_s).mean()) / n_layers)
+            return cls(token_s, latency_s, link_bytes_per_s, layer_s, n_layers, pageable_bytes_per_s)
         columns = [loads]
         if n_layers and len(set(loads.tolist())) > 1:
             columns.append(np.full(len(loads), float(n_layers)))
         miss_s, layer_s = _not_negative(np.stack(columns, axis=1), more)
-        return cls(token_s, miss_s, link_bytes_per_s, layer_s, n_layers)
+        return cls(token_s, miss_s, link_bytes_per_s, layer_s, n_layers, pageable_bytes_per_s)
 
 
 def _not_negative(features: np.ndarray, target: np.ndarray) -> tuple[float, float]:

@@ -181,7 +181,7 @@ class _Pools:
         used = n_tokens * self.top_k
         for layer in range(self.n_layers):
             entries = ids[:, :, layer].reshape(n_lanes, used) + self.first[layer]
-            missing = ~np.take_along_axis(self.resident[lanes], entries, axis=1)
+            missing = ~keys.resident.reshape(-1)[entries + keys.first]
             cold[:, :, layer] = missing.reshape(n_lanes, n_tokens, self.top_k).sum(axis=2)
             if n_tokens > 1:
                 fits = np.minimum(used, self.most[lanes, layer]) <= self.capacity[lanes, layer]
@@ -226,9 +226,12 @@ class _Keys:
         self.n_resident = pools.n_resident[lanes]
         self.key: _KeyArray = np.where(self.resident, self.raw, _NEVER)
         self.by_layer = self.key.reshape(len(self.key), pools.n_layers, pools.n_experts)
+        self.first = np.arange(len(self.key))[:, None] * self.key.shape[1]
+        """Where a lane begins in the tables, one row after the other."""
         self.shared = pools.n_layers > 1
         if self.shared:
-            self.lowest = self.by_layer.min(axis=2)
+            # Of every layer, doubled until the call has come to it.
+            self.lowest = _doubled(self.by_layer.min(axis=2), pools.waiting_doublings)
             self.floor = pools.floor[lanes]
             self.at_floor = self.n_resident <= self.floor
 
@@ -236,24 +239,27 @@ class _Keys:
         self, layer: int, entries: IntArray, missing: NDArray[np.bool_], through: NDArray[np.bool_] | None
     ) -> None:
         """Make ``entries[lane, selection]`` resident, in the lanes that go ``through`` the slots (``None``: all)."""
+        at_once, key = entries + self.first, self.key.reshape(-1)
         # What this call selects stays.
-        np.put_along_axis(self.key, entries, _NEVER, axis=1)
+        key[at_once] = _NEVER
         lanes, places = np.nonzero(missing)
         if len(lanes):
             wanted = entries[lanes, places]
+            if self.shared:
+                self.lowest[:, layer] = self.by_layer[:, layer].min(axis=1)
             counts = np.bincount(lanes)
             turn = np.arange(len(lanes)) - np.repeat(np.cumsum(counts) - counts, counts)
             for number in range(int(turn.max()) + 1):
                 at = turn == number
                 self._replace(layer, lanes[at], wanted[at])
         if self.shared or through is not None:
-            kept = np.take_along_axis(self.raw, entries, axis=1)
+            kept = self.raw.reshape(-1)[at_once]
             # Other layers may still take it, when nothing else is left.
             touched = np.where(kept == _NEVER, _NEVER, kept | _TOUCHED)
             if through is not None and not through.all():
                 touched = np.where(through[:, None], touched, kept)
-                touched[~np.take_along_axis(self.resident, entries, axis=1)] = _NEVER
-            np.put_along_axis(self.key, entries, touched, axis=1)
+                touched[~self.resident.reshape(-1)[at_once]] = _NEVER
+            key[at_once] = touched
             if self.shared:
                 self.lowest[:, layer] = self.by_layer[:, layer].min(axis=1)
 
@@ -261,44 +267,48 @@ class _Keys:
         """Let ``entries[lane, selection]`` leave only when nothing else is left."""
         key = np.take_along_axis(self.key, entries, axis=1)
         np.put_along_axis(self.key, entries, np.where(key == _NEVER, key, key | _TOUCHED), axis=1)
-        self.lowest = self.by_layer.min(axis=2)
+        self.lowest = _doubled(self.by_layer.min(axis=2), self.pools.waiting_doublings)
 
     def _replace(self, layer: int, lanes: IntArray, wanted: IntArray) -> None:
         """One expert leaves in each of these lanes, and ``wanted`` takes its slot."""
         n_experts = self.pools.n_experts
-        own = self.by_layer[lanes, layer]
         if not self.shared:
-            leaving = own.argmin(axis=1)
+            leaving = self.by_layer[lanes, layer].argmin(axis=1)
             self.key[lanes, leaving] = _NEVER
             self.resident[lanes, leaving] = False
             self.resident[lanes, wanted] = True
             return
-        lowest = self.lowest[lanes]
-        _double(lowest[:, layer + 1 :], self.pools.waiting_doublings)
-        lowest[self.at_floor[lanes]] = _NEVER
-        lowest[:, layer] = own.min(axis=1)
+        # One index in the place of two takes numpy half the time, and this is where the time goes.
+        first, of_layer = lanes * self.key.shape[1], lanes * self.pools.n_layers
+        lowest = np.where(self.at_floor[lanes], _NEVER, self.lowest[lanes])
+        lowest[:, layer] = self.lowest[lanes, layer]
         owner = lowest.argmin(axis=1)
-        theirs = self.by_layer[lanes, owner]
+        of_owner = of_layer + owner
+        of_layer += layer
+        theirs = self.by_layer.reshape(-1, n_experts)[of_owner]
         leaving = theirs.argmin(axis=1)
-        places = np.arange(len(lanes))
-        theirs[places, leaving] = _NEVER
-        leaving += owner * n_experts
-        self.key[lanes, leaving] = _NEVER
-        self.resident[lanes, leaving] = False
-        self.resident[lanes, wanted] = True
-        self.n_resident[lanes, owner] -= 1
-        self.n_resident[lanes, layer] += 1
-        self.at_floor[lanes, owner] = self.n_resident[lanes, owner] <= self.floor[lanes, owner]
-        self.at_floor[lanes, layer] = self.n_resident[lanes, layer] <= self.floor[lanes, layer]
-        self.lowest[lanes, owner] = theirs.min(axis=1)
+        theirs.reshape(-1)[np.arange(0, theirs.size, n_experts) + leaving] = _NEVER
+        leaving += first + owner * n_experts
+        resident = self.resident.reshape(-1)
+        self.key.reshape(-1)[leaving] = _NEVER
+        resident[leaving] = False
+        resident[first + wanted] = True
+        n_resident, floor, at_floor = (table.reshape(-1) for table in (self.n_resident, self.floor, self.at_floor))
+        n_resident[of_owner] -= 1
+        n_resident[of_layer] += 1
+        at_floor[of_owner] = n_resident[of_owner] <= floor[of_owner]
+        at_floor[of_layer] = n_resident[of_layer] <= floor[of_layer]
+        left = theirs.min(axis=1)
+        self.lowest.reshape(-1)[of_owner] = np.where(owner > layer, _doubled(left, self.pools.waiting_doublings), left)
 
 
-def _double(keys: _KeyArray, times: int) -> None:
-    """Double the scores in keys that nothing holds, so often; below the normal numbers a score is its own exponent."""
+def _doubled(keys: _KeyArray, times: int) -> _KeyArray:
+    """Scores doubled, so often, in keys that nothing holds; below the normal numbers a score is its own exponent."""
     if times and keys.size:
         free = keys < _TOUCHED
         for _ in range(times):
-            keys += np.where(free, np.minimum(keys & _SCORE, _EXPONENT), np.uint64(0))
+            keys = keys + np.where(free, np.minimum(keys & _SCORE, _EXPONENT), np.uint64(0))
+    return keys
 
 
 def _keep_first(missing: NDArray[np.bool_], entries: IntArray) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
@@ -30,7 +30,6 @@ __all__ = [
     "ProfileName",
     "Study",
     "TraceTooSmallError",
-    "Tuned",
     "equal_slots",
     "placed_slots",
 ]
@@ -41,9 +40,6 @@ ProfileName = Literal["none", "mixed", "own", "foreign", "given"]
 workload's (the others take turns over the sessions), or one that was passed."""
 PROFILES: tuple[ProfileName, ...] = get_args(ProfileName)
 PhaseOf = Literal["decode", "prefill", "both"]
-
-_DECAYS = (0.0, 0.3, 0.6, 0.8, 0.9, 0.93, 0.95, 0.96, 0.97, 0.98, 0.99, 0.995, 0.999, 1.0)
-_PRIOR_TOKENS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 10.0, 20.0)
 
 
 class TraceTooSmallError(ValueError):
@@ -73,18 +69,6 @@ class Judgement:
     parts: tuple[Part, ...]
     n_sessions: int
     n_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Tuned:
-    """The best numbers found for ``scored``, and what they gave where they were looked for."""
-
-    decay: float
-    prior_tokens: float
-    cold_hit_rate: float
-    default_cold_hit_rate: float
-    """Of the runtime's own numbers, on the same sessions."""
-    tried: int
 
 
 def equal_slots(trace: Trace, residency: float) -> list[int]:
@@ -160,7 +144,7 @@ class Study:
         self, cache: Cache, slots: Sequence[int], profile: ProfileName = "own", positions: Sequence[int] = ()
     ) -> Judgement:
         """Replay the judging sessions, each from a fresh start; ``positions`` are inner edges of parts, tokens."""
-        return self._judge(cache, slots, profile, self.judging, self.calibrating, positions)
+        return self.judge_among(cache, slots, profile, self.judging, self.calibrating, positions)
 
     def frequency(self, profile: ProfileName) -> Frequency | None:
         """What a profile says of one session that judges; of several workloads' own or foreign ones, all sessions'.
@@ -172,39 +156,16 @@ class Study:
         workload = self.workloads[int(self.judging[0])] if len(self.judging) else ""
         return self._profile(profile, workload, 0, self.calibrating)
 
-    def tune(self, cache: Cache, slots: Sequence[int], profile: ProfileName = "own") -> Tuned:
-        """Look for the decay and the prior's weight with the fewest cold hits, without the judging sessions.
-
-        One half of the calibration sessions calibrates and the other judges, and the other way round. One number is
-        searched while the other stays, until nothing gets better. Raises :class:`TraceTooSmallError`.
-        """
-        halves = _halves(self.calibrating, [self.workloads[session] for session in self.calibrating])
-        rates: dict[tuple[float, float], float] = {}
-
-        def rate(decay: float, prior_tokens: float) -> float:
-            key = (decay, prior_tokens)
-            if key not in rates:
-                tried = replace(cache, decay=decay, prior_tokens=prior_tokens)
-                found = [
-                    self._judge(tried, slots, profile, judging, calibrating, ()).cold_hit_rate.mean
-                    for judging, calibrating in (halves, halves[::-1])
-                ]
-                rates[key] = float(np.mean(found))
-            return rates[key]
-
-        start = rate(cache.decay, cache.prior_tokens)
-        best = _descend(rate, cache.decay, cache.prior_tokens, search_prior=profile != "none")
-        return Tuned(*best, rates[best], start, len(rates))
-
-    def _judge(
+    def judge_among(
         self,
         cache: Cache,
         slots: Sequence[int],
         profile: ProfileName,
         judging: IntArray,
         calibrating: IntArray,
-        positions: Sequence[int],
+        positions: Sequence[int] = (),
     ) -> Judgement:
+        """The same of these sessions, with profiles from those; both are numbers of sessions of :attr:`trace`."""
         key = judging.tobytes()
         if key not in self._judges:
             self._judges[key] = self.trace.select(judging)
@@ -275,36 +236,6 @@ class Study:
             return self.trace.counts(session, decode=self.phase == "decode")
         both = [self.trace.counts(session, decode=decode) for decode in (False, True)]
         return [prefill + decode for prefill, decode in zip(*both, strict=True)]
-
-
-def _halves(sessions: IntArray, workloads: Sequence[str]) -> tuple[IntArray, IntArray]:
-    """Two halves with as many sessions of each workload, up to one."""
-    sides: tuple[list[int], list[int]] = ([], [])
-    seen: dict[str, int] = {}
-    for session, workload in zip(sessions.tolist(), workloads, strict=True):
-        seen[workload] = seen.get(workload, 0) + 1
-        sides[seen[workload] % 2].append(session)
-    if not sides[0] or not sides[1]:
-        raise TraceTooSmallError(f"{len(sessions)} sessions to tune on, expected at least 2 of one workload")
-    known = {workload for workload, count in seen.items() if count > 1}
-    first, second = (
-        np.array([s for s in side if workloads[int(np.flatnonzero(sessions == s)[0])] in known], dtype=np.int64)
-        for side in sides
-    )
-    return first, second
-
-
-def _descend(
-    rate: Callable[[float, float], float], decay: float, prior_tokens: float, *, search_prior: bool
-) -> tuple[float, float]:
-    best = (decay, prior_tokens)
-    while True:
-        before = best
-        best = min(((tried, best[1]) for tried in sorted({*_DECAYS, best[0]})), key=lambda pair: rate(*pair))
-        if search_prior:
-            best = min(((best[0], tried) for tried in sorted({*_PRIOR_TOKENS, best[1]})), key=lambda pair: rate(*pair))
-        if rate(*best) >= rate(*before):
-            return best if rate(*best) < rate(*before) else before
 
 
 def _parts(trace: Trace, cold: IntArray, positions: Sequence[int]) -> Iterator[Part]:

@@ -78,6 +78,25 @@ def test_a_person_reads_a_table(agent_cli):
     assert cards() or "speeds show no gain" in result.err
 
 
+def test_an_imported_profile_gives_the_profile(agent_cli, spark_cli, tmp_path):
+    """In the place of counting: what it says at the start, and which experts it keeps."""
+    shape = read_model_shape(demo_model_path())
+    source, path = tmp_path / "counts.json", tmp_path / "imported.json"
+    source.write_text(
+        json.dumps({"model": "m", "expert_counts": [[*range(layer.n_experts)] for layer in shape.layers]})
+    )
+    arguments = ("--workload", "chat", "--model", demo_model_path(), "--output", path)
+    assert spark_cli("import", "freetoken", source, *arguments).code == 0
+    result = agent_cli("bench", "--json", *QUICK, "--residency", "0.5", "--ring", "0.5", "--manifest", path)
+    value = result.json
+    assert value["profile"] == {"source": "imported", "workload": "chat", "format": "freetoken"}
+    assert value["tokens"]["calibration"] == 0
+    assert "imported from freetoken, not measured here" in result.err
+    cold = {row["config"]: row["cold_hit_rate"] for row in value["rows"] if row["cold_hit_rate"] is not None}
+    assert cold["uniform"] != cold["calibrated"]
+    agent_cli("bench", *QUICK, "--manifest", source).failed(1, "another tool's file", "spark import freetoken")
+
+
 def test_a_manifest_gives_the_profile(agent_cli, make_manifest, tmp_path):
     path = tmp_path / "manifest.json"
     path.write_text(make_manifest(read_model_shape(demo_model_path())).model_dump_json())

@@ -245,6 +245,11 @@ def test_exports(spark_cli, tmp_path, shape):
         (["--token-ms", "5"], 2, "nothing says what a miss takes"),
         (["--machine", "absent.json"], 1, "absent.json"),
         (["--plot", "curve.pdf"], 2, "--plot"),
+        (["--pageable", "1.5"], 2, "--pageable"),
+        (["--pageable", "0.5"], 2, "--pageable needs a machine's figures"),
+        (["--pageable", "0.5", "--token-ms", "2", "--miss-us", "5"], 2, "not locked"),
+        (["--pageable", "0.5", "--token-ms", "2", "--link", "1GB"], 2, "not locked"),
+        (["--pageable", "0.5", "--token-ms", "2", "--miss-us", "5", "--pageable-link", "1GB"], 2, "not locked"),
     ],
 )
 def test_what_cannot_be_asked(spark_cli, traces, arguments, code, word):
@@ -281,6 +286,47 @@ def test_a_machine_by_its_figures(spark_cli, traces, shape):
     expert_bytes = shape.layers[0].expert_bytes
     expected = 1 / (0.002 + rows[0]["loads_per_token"] * (10e-6 + expert_bytes / 1e9))
     assert rows[0]["predicted_tok_s"] == pytest.approx(expected, rel=0.01)
+
+
+def test_memory_that_is_not_locked(spark_cli, traces, tmp_path, shape):
+    """As it was measured, or as it is given; of prompts too."""
+    path = tmp_path / "machine.json"
+    link = {"device": "gpu", "bytes_per_s": 1e9, "latency_s": 1e-5, "pageable_bytes_per_s": 2e8}
+    path.write_text(json.dumps(BENCH | {"machine": {"n_layers": 4, "link": link}, "expert_bytes": 27648.0}))
+    arguments = ("simulate", traces, "--policy", "scored", "--profile", "none", "--sharing", "pool", "--residency", 0.6)
+    expert_bytes = shape.layers[0].expert_bytes
+
+    def took(*more: Any) -> tuple[float, float]:
+        [row] = spark_cli(*arguments, *more, "--json").json["rows"]
+        return 1 / row["predicted_tok_s"], row["loads_per_token"]
+
+    locked, loads = took("--machine", path)
+    half, _ = took("--machine", path, "--pageable", 0.5)
+    assert half - locked == pytest.approx(0.5 * loads * expert_bytes * (1 / 2e8 - 1 / 1e9), rel=0.01)
+    given, _ = took("--token-ms", 2, "--link", "1GB", "--pageable-link", "100MB", "--pageable", 1)
+    assert given == pytest.approx(0.002 + loads * expert_bytes / 1e8, rel=0.01)
+    prompts = spark_cli(
+        "simulate", traces, "--policy", "uniform", "--phase", "prefill", "--machine", path, "--pageable", 1, "--json"
+    ).json["rows"]
+    # The benchmark of this test has no prompt in it.
+    assert {row["predicted_tok_s"] for row in prompts} == {None}
+
+
+def test_copies_that_were_measured_from_memory_that_is_not_locked(spark_cli, traces, tmp_path, shape):
+    """What such a run took longer is not taken for the time of a miss."""
+    link = {"device": "gpu", "bytes_per_s": 1e9, "latency_s": 1e-5, "pageable_bytes_per_s": 2e8}
+    expert_bytes = float(shape.layers[0].expert_bytes)
+    miss_s = 3e-4 + expert_bytes / 2e8
+    rows = [BENCH["rows"][0]]
+    for missed in (10.0, 20.0):
+        measured = {"decode_tok_s": 1 / (0.01 + missed * miss_s), "cold_hits_per_token": missed}
+        rows.append({"config": "uniform", **measured, "pageable_share": 1.0})
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps({"expert_bytes": expert_bytes, "rows": rows, "machine": {"n_layers": 4, "link": link}}))
+    arguments = ("--policy", "scored", "--profile", "none", "--sharing", "pool", "--residency", 0.6, "--machine", path)
+    [row] = spark_cli("simulate", traces, *arguments, "--json").json["rows"]
+    expected = 1 / (0.01 + row["loads_per_token"] * (3e-4 + expert_bytes / 1e9))
+    assert row["predicted_tok_s"] == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])

@@ -29,7 +29,31 @@ def test_sglang_passes_add_replicas_up(tmp_path, read):
     physical = np.array([[0, 1, 2, 0], [2, 1, 0, 1]], dtype="<i8")
     record = {"forward_pass_id": 1, "global_physical_count": np.array([[1, 2, 3, 4], [5, 6, 7, 8]], dtype="<i4")}
     value = {"records": [record, record], "last_physical_to_logical_map": physical}
-    assert counts(read("sglang", save(tmp_path / "a.pt", value))) == [[10, 4, 6], [14, 28, 10]]
+    found = read("sglang", save(tmp_path / "a.pt", value))
+    assert counts(found) == [[10, 4, 6], [14, 28, 10]]
+    assert says(found, "every other one wrote a file of its own")
+    assert not says(found, "the text itself")
+
+
+def test_sglang_of_single_tokens_leaves_the_text_behind(tmp_path, read):
+    """As ``per_token`` writes a pass: its counts beside everything that the text can be rebuilt from."""
+    record = {
+        "forward_pass_id": 1,
+        "rank": 0,
+        "gatherer_key": "primary",
+        "input_ids": [4711, 4712],
+        "positions": [0, 1],
+        "extend_seq_lens": None,
+        "forward_mode": 1,
+        "topk_ids_of_layer": np.array([[[0, 1], [2, 0]]], dtype="<i4"),
+        "misc_objects": [{"layer_id": 0, "num_tokens_per_rank": [2]}],
+        "global_physical_count": np.array([[2, 1, 1]], dtype="<i4"),
+    }
+    value = {"records": [record], "last_physical_to_logical_map": np.array([[0, 1, 2]], dtype="<i8")}
+    found = read("sglang", save(tmp_path / "a.pt", value))
+    assert counts(found) == [[2, 1, 1]]
+    assert says(found, "holds the text itself")
+    assert "4711" not in found.model_dump_json()
 
 
 @pytest.mark.parametrize(
@@ -67,7 +91,21 @@ def test_sglang_maps_that_are_none(tmp_path, read):
 
 def test_sglang_location(write, read):
     assert counts(read("sglang-location", write("a.json", {"logical_count": COUNTS}))) == COUNTS
-    for value in ({"physical_to_logical_map": [[0]]}, {"logical_count": [1]}, {"logical_count": [[-1, 2]]}, [], 3):
+    steps = {"logical_count": [COUNTS, COUNTS]}
+    assert counts(read("sglang-location", write("a.json", steps))) == (2 * np.array(COUNTS)).tolist()
+    for value in (
+        {"physical_to_logical_map": [[0]]},
+        {"logical_count": [1]},
+        {"logical_count": [[-1, 2]]},
+        {"logical_count": [COUNTS, COUNTS[:1]]},
+        {"logical_count": [[[1, 2], [1]], [[1, 2], [1]]]},
+        {"logical_count": [[[1, 2]], [[1, -2]]]},
+        {"logical_count": [[[1, 2]], [3]]},
+        {"logical_count": [[[1, 2], 3]]},
+        {"logical_count": [[[2**53, 2]]] * 2},
+        [],
+        3,
+    ):
         with pytest.raises(FormatError):
             read("sglang-location", write("a.json", value))
 
@@ -113,6 +151,7 @@ def test_vllm_load_stats(write, read):
         line(p2l_map=[[0, 1, 0, 10**9], [2, 1, 0, 1]]),
         line() + line(p2l_map=[[0, 1, 2, -1], [3, 1, 0, 1]]),
         line(expert_load="NaN").replace('"NaN"', "NaN"),
+        json.dumps({"record_type": "eplb_initial_mapping", "version": 1, "initial_global_assignments": {"0": [0]}}),
     ],
     ids=lambda text: text[:30],
 )
@@ -128,6 +167,11 @@ ANSWER = {
     "num_layers": 2,
     "top_k": 2,
     "layer_expert_activation_counts": {"0": {"0": 4, "2": 2}, "1": {"0": 1, "1": 5}},
+    "is_collecting": True,
+    "load_balance_score": 0.9,
+    "expert_activation_counts": {"0": 5, "1": 5, "2": 2},
+    "most_activated_experts": [{"expert_id": 0, "count": 5, "percentage": 41.6667}],
+    "least_activated_experts": [],
 }
 
 
@@ -135,6 +179,9 @@ def test_vllm_routed_experts(write, read):
     found = read("vllm-stats", write("a.json", ANSWER))
     assert (counts(found), found.tokens, found.histograms[0].top_k) == (COUNTS, 3, 2)
     assert says(read("vllm-stats", write("a.json", ANSWER | {"total_tokens_processed": 4})), "counted elsewhere")
+    assert says(read("vllm-stats", write("a.json", ANSWER | {"is_collecting": False})), "not collecting any more")
+    bare = {key: value for key, value in ANSWER.items() if key != "expert_activation_counts"}
+    assert counts(read("vllm-stats", write("a.json", bare))) == COUNTS
 
 
 @pytest.mark.parametrize(
@@ -150,6 +197,10 @@ def test_vllm_routed_experts(write, read):
         {"layer_expert_activation_counts": {"0": [4]}},
         {"layer_expert_activation_counts": []},
         {"total_tokens_processed": None},
+        {"expert_activation_counts": {"0": 5, "1": 5, "2": 3}},
+        {"expert_activation_counts": {"0": 5, "1": 5}},
+        {"expert_activation_counts": {"3": 1}},
+        {"expert_activation_counts": [5, 5, 2]},
     ],
     ids=str,
 )
@@ -183,8 +234,19 @@ def test_plumb(write, read, tmp_path):
     assert counts(read("plumb", write("a.json", report()), n_experts=5))[0] == [4, 0, 2, 0, 0]
     snapshot = {"expert_counts": {"0:0": 4, "0:2": 2, "1:1": 5, "1:0": 1}}
     assert counts(read("plumb", write("a.json", snapshot))) == COUNTS
+    loads = {"expert_loads": snapshot["expert_counts"], "pass_count": 3, "imbalance": []}
+    assert counts(read("plumb", write("a.json", loads))) == COUNTS
     np.save(tmp_path / "a.npy", np.array(COUNTS, dtype=np.float32))
     assert counts(read("plumb", tmp_path / "a.npy")) == COUNTS
+
+
+def test_plumb_counts_end_somewhere(write, read):
+    """It keeps the last thousand selections of each expert, or the last five thousand."""
+    for window in (1000, 5000):
+        found = read("plumb", write("a.json", {"expert_counts": {"0:0": window, "0:1": window, "0:2": 7}}))
+        assert says(found, f"2 experts are at {window}, where plumb stops counting")
+    one = read("plumb", write("a.json", {"expert_counts": {"0:0": 1000, "0:1": 999}}))
+    assert not says(one, "stops counting")
 
 
 @pytest.mark.parametrize(

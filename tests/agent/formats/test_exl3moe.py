@@ -38,7 +38,8 @@ def npz(compress: bool = True, **arrays: np.ndarray) -> bytes:
 
 def test_a_packed_profile(write, read):
     bound = {"fingerprint": json.dumps({"architecture": "Glm5", "layers": 2}), "source_bank": "counts_decode",
-             "layer_keys": json.dumps(KEYS), "has_ranking": "1"}  # fmt: skip
+             "layer_keys": json.dumps(KEYS), "has_ranking": "1", "layers": "2", "experts": "3", "prompts": "1",
+             "census_shape": "[1, 2, 3]", "packed_from": "wiki.npz", "corpus": "wiki"}  # fmt: skip
     whole = {"ranking": np.array(RANKING, dtype="<i4"), "counts": np.array(COUNTS, dtype="<i8"),
              "census": np.array([COUNTS], dtype="<i4")}  # fmt: skip
     found = read("exl3moe", write("a.exl3moe", safetensors(bound, whole)))
@@ -79,6 +80,13 @@ def test_a_census(write, read, tmp_path):
 def test_split_statistics(write, read):
     found = read("exl3moe", write("a.json", dict(zip(KEYS, COUNTS, strict=True))))
     assert ([layer.block for layer in found.histograms], counts(found)) == ([3, 4], COUNTS)
+    draft = {"model.layers.0.mlp": COUNTS[0], "mtp.layers.0.mlp": COUNTS[1]}
+    found = read("exl3moe", write("a.json", draft))
+    assert ([layer.block for layer in found.histograms], counts(found)) == ([0], COUNTS[:1])
+    assert says(found, "1 layers of a draft head")
+    for value in ({"mtp.layers.0.mlp": [1, 2]}, {"a.layers.0.mlp": [1, 2], "b.layers.0.mlp": [1, 2]}):
+        with pytest.raises(FormatError):
+            read("exl3moe", write("a.json", value))
 
 
 @pytest.mark.parametrize(
@@ -114,10 +122,13 @@ def test_split_statistics(write, read):
         safetensors(tensors={"ranking": np.array([[0, 1, -1], [1, 0, 2]], dtype="<i4")}),
         safetensors(tensors={"ranking": np.array(RANKING, dtype="<f8")}),
         safetensors(tensors={"ranking": np.array(RANKING[:1], "<i4"), "counts": np.array(COUNTS, "<i8")}),
+        safetensors(tensors={"ranking": np.array(RANKING[::-1], "<i4"), "counts": np.array(COUNTS, "<i8")}),
+        safetensors({"layers": "3"}),
+        safetensors({"experts": "4"}),
         safetensors(tensors={"counts": np.array([[1, -1, 0]], "<i8")}),
         safetensors(tensors={"counts": np.array([[1, np.nan, 0]], "<f8")}),
     ],
-    ids=range(32),
+    ids=range(35),
 )
 def test_packed_profiles_that_are_none(write, read, content):
     with pytest.raises(FormatError):

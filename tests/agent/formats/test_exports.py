@@ -83,6 +83,14 @@ def test_counts_come_back_as_they_were(tmp_path_factory, form: str, profile: Imp
 
 
 @pytest.mark.parametrize("form", ["lucebox-placement", "fitz"])
+def test_counts_that_are_one_share_keep_their_order(tmp_path, form: str) -> None:
+    layer = ImportedLayer(block=0, n_experts=3, top_k=1, counts=(1, 2**53 - 2, 2**53 - 1))
+    profile = ImportedProfile(format="lucebox-csv", workload="chat", histograms=(layer,))
+    [found] = again(tmp_path, form, profile, None).histograms
+    assert found.ranking == (2, 1, 0)
+
+
+@pytest.mark.parametrize("form", ["lucebox-placement", "fitz"])
 @settings(deadline=None, max_examples=60)
 @given(profile=profiles(), residency=st.none() | st.floats(0.01, 1))
 def test_orders_come_back_as_they_were(tmp_path_factory, form: str, profile: ImportedProfile, residency: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import struct
 from collections.abc import Callable
@@ -33,7 +34,7 @@ def test_lucebox_csv(write, read):
 
 @pytest.mark.parametrize(
     "row",
-    ["-1,2,3", "1,2", "1,2,3,4", "1,,3", "1, 2,3", "+1,2,3", "1e3,2,3", "nan,2,3", "inf,2,3", "1.0,2,3",
+    ["-1,2,3", "1,2", "1,2,3,4", "1,,3", "1,2 3", "1 2 3 4", "+1,2,3", "1e3,2,3", "nan,2,3", "inf,2,3", "1.0,2,3",
      "9" * 25 + ",1,1",
      f"{2**53 + 1},2,3", "٣,2,3", ""],
 )  # fmt: skip
@@ -42,7 +43,27 @@ def test_lucebox_counts_that_are_none(write, read, row):
         read("lucebox-csv", write("a.csv", HEAD + f"4,0,2\n{row}\n"))
 
 
-@pytest.mark.parametrize("content", ["", HEAD, HEAD + "1,2,3\n" * 3, "a\0b\n", HEAD + "0,0,0\n0,0,0\n"])
+def test_lucebox_tables_of_every_version(write, read):
+    """Its loader takes blanks around counts, and in their place where there is no comma."""
+    for rows in ("4, 0,2\t\r\n1,5 ,0\n", "4 0 2\n1\t5  0 \n"):
+        assert counts(read("lucebox-csv", write("a.csv", HEAD.replace("=2\n", "=2 \t\r\n") + rows))) == COUNTS
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        HEAD,
+        HEAD + "1,2,3\n" * 3,
+        "a\0b\n",
+        HEAD + "0,0,0\n0,0,0\n",
+        HEAD + HEAD + "4,0,2\n1,5,0\n",
+        "4,0,2\n1,5,0\n" + HEAD,
+        "# hotness table: n_layer=two n_expert=3 n_expert_used=2\n4,0,2\n1,5,0\n",
+        "# hotness table: n_layer=2 n_expert=3\n4,0,2\n1,5,0\n",
+        HEAD.replace("n_expert_used=2", "n_expert_used=4") + "4,0,2\n1,5,0\n",
+    ],
+)
 def test_lucebox_tables_that_are_none(write, read, content):
     with pytest.raises(FormatError):
         read("lucebox-csv", write("a.csv", content))
@@ -86,6 +107,7 @@ def test_lucebox_placement(write, read):
         {"n_layer": 10**9},
         {"n_expert": 0},
         {"n_expert_used": 301},
+        {"n_ranks": 2, "owner": [[0, -1], [1, 0]]},
     ],
     ids=str,
 )
@@ -235,13 +257,26 @@ def test_a_long_csv_takes_no_more_memory(write, read, tmp_path):
 
 
 def perms(**changes: Any) -> dict[str, Any]:
-    layers = [{"layer": layer, "heat": [float(n) for n in row], "heat_perm": []} for layer, row in enumerate(COUNTS)]
-    return {"n_layers": 2, "n_expert": 3, "n_tokens": 3, "train_frac": 0.8, "layers": layers} | changes
+    """As ``mbolt-sim cluster`` writes them."""
+    layers = [
+        {
+            "layer": layer,
+            "clique_perm": [0, 1, 2],
+            "chain_perm": [0, 1, 2],
+            "heat_perm": order,
+            "heat": [float(n) for n in row],
+            "lift": {},
+            "cluster_sizes": [3],
+        }
+        for layer, (row, order) in enumerate(zip(COUNTS, [[0, 2, 1], [1, 0, 2]], strict=True))
+    ]
+    whole = {"n_layers": 2, "n_expert": 3, "n_tokens": 6, "train_frac": 0.8, "train_tokens": 6, "layers": layers}
+    return whole | changes
 
 
 def test_mbolt(write, read):
     found = read("mbolt", write("a.json", perms()))
-    assert (counts(found), found.tokens, found.histograms[0].top_k, found.phase) == (COUNTS, 3, 2, "decode")
+    assert (counts(found), found.tokens, found.histograms[0].top_k, found.phase) == (COUNTS, 6, 1, "decode")
     assert says(found, "first 80%")
 
 
@@ -251,7 +286,10 @@ def test_mbolt(write, read):
         {"n_layers": 3},
         {"n_expert": 4},
         {"n_tokens": 4},
+        {"n_tokens": 3},  # an expert that is selected more often than there are tokens
         {"n_tokens": -1},
+        {"layers": [{"layer": layer, "heat": [2.0, 3.0, 1.0], "heat_perm": [0, 1, 2]} for layer in range(2)]},
+        {"layers": [{"layer": layer, "heat": [2.0, 3.0, 1.0], "heat_perm": [1, 0]} for layer in range(2)]},
         {"layers": [{"layer": 0, "heat": [1.0, 2.0, 0.0]}] * 2},
         {"layers": [{"layer": 0, "heat": [1.5, 1.5, 0.0]}, {"layer": 1, "heat": [1, 2, 0]}]},
         {"layers": [{"layer": 0, "heat": [-1.0, 4.0, 0.0]}, {"layer": 1, "heat": [1, 2, 0]}]},
@@ -270,6 +308,16 @@ def test_mbolt_permutations_that_are_none(write, read, changes):
 # ---- fitz
 
 PINS = "# EXPERT_CACHE_PIN_LIST v1\nn_layer 3\nn_expert 300\nlayer 0:\nlayer 1: 299 4\nlayer 2: 0\n"
+
+
+def test_fitz_lists_as_the_tool_writes_them(write, read):
+    head = "# source trace: router_trace.bin\n# top_k: 8\n# format: 'layer <il>: <eid> ...'\n"
+    path = write("pins.txt", PINS.replace("n_layer", head + "n_layer").replace("layer 0:", "layer 0: "))
+    found = read("fitz", path, top_k=8)
+    assert rankings(found) == [[299, 4], [0]]
+    assert "router_trace" not in found.model_dump_json()
+    assert not says(found, "first 8 choices")
+    assert says(read("fitz", path, top_k=4), "first 8 choices of each token were counted, and the model selects 4")
 
 
 def test_fitz(write, read):
@@ -319,8 +367,38 @@ def test_moe_l2(write, read):
     assert rankings(read("moe-l2", write("v4.json", {"layers": {"0": [7, 3]}}))) == [[7, 3]]
     for table in ({"per_layer": {"0": [7, 3]}}, {"0": [7, 3]}, {"per_layer_domain_preferred": {"0": [7, 3]}}):
         assert rankings(read("moe-l2", write("any.json", table))) == [[7, 3]]
-    text = read("moe-l2", write("router.map", "# EXPERT_TOTAL 3\n0 7 3\n2 1\n"), n_experts=8)
-    assert [(layer.block, list(layer.ranking)) for layer in text.histograms] == [(0, [7, 3]), (2, [1])]
+    text = read("moe-l2", write("router.map", "# EXPERT_TOTAL 3\n0 3 7\n2 1\n"), n_experts=8)
+    assert [(layer.block, list(layer.ranking)) for layer in text.histograms] == [(0, [3, 7]), (2, [1])]
+    assert says(text, "by their ids")
+
+
+def test_moe_l2_takes_the_most_frequent_first(write, read):
+    """What a domain prefers to others leaves out what all of them select; what it selects most is listed beside it."""
+    domain = {"per_layer_top": {"0": [5, 2, 1], "1": [4]}, "per_layer_domain_preferred": {"0": [2, 7], "1": []}}
+    whole = {"domains": {"code": domain | {"total_lines": 9}}, "num_experts": 8}
+    assert rankings(read("moe-l2", write("a.json", whole))) == [[5, 2, 1, 7], [4]]
+    collected = {"per_layer_top": {"0": [5, 2]}, "per_layer_domain_preferred": {"0": [5, 2, 7, 1]}}
+    assert rankings(read("moe-l2", write("a.json", {"domains": {"code": collected}}))) == [[5, 2, 7, 1]]
+    assert rankings(read("moe-l2", write("a.json", {"domains": {"code": {"per_layer_top": {"0": [3]}}}}))) == [[3]]
+
+
+def test_moe_l2_inside_a_model(tmp_path, read):
+    def model(text: str | None) -> Path:
+        writer = gguf.GGUFWriter(path := tmp_path / "model.gguf", "llama")
+        if text is not None:
+            writer.add_string("moe_l2.domain_expert_map", text)
+        writer.add_tensor("token_embd.weight", np.zeros((1, 32), dtype=np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
+    table = {"domains": {"code": {"per_layer_domain_preferred": {"0": [2, 1]}}}, "num_experts": 4}
+    assert rankings(read("moe-l2", model(json.dumps(table)))) == [[2, 1]]
+    for text in (None, "{", "[1]"):
+        with pytest.raises(FormatError):
+            read("moe-l2", model(text))
 
 
 @pytest.mark.parametrize(
@@ -339,6 +417,15 @@ def test_moe_l2(write, read):
         ("a.map", "0 1\n0 2\n"),
         ("a.map", "0 -1\n"),
         ("a.map", "# only a comment\n"),
+        ("a.map", "# EXPERT_TOTAL 12000\n"),
+        ("a.map", "# EXPERT_TOTAL 3\n0 1\n"),
+        ("a.map", "# EXPERT_TOTAL -1\n0 1\n"),
+        ("a.json", {"per_layer_top": [1]}),
+        ("a.json", {"per_layer_top": {"0": 3}}),
+        ("a.json", {"per_layer_top": {"0": [1, 1]}}),
+        ("a.json", {"per_layer_top": {"0": [True]}}),
+        ("a.json", {"per_layer_top": {"0": [1]}, "layers": {"0": [2, 2]}}),
+        ("a.gguf", "no model"),
     ],
     ids=str,
 )

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_traces import study_of, trace_of
 
 from spark_runtime.recency import RecencyOrder
 from spark_runtime.simulator.cost import Machine, MeasuredRun
@@ -15,15 +16,6 @@ from spark_runtime.simulator.histograms import SessionCounts, count_rates, lru_r
 from spark_runtime.simulator.policies import CACHES, POLICIES, Cache, PolicyName, replay
 from spark_runtime.simulator.study import PROFILES, Study, TraceTooSmallError, equal_slots
 from spark_runtime.simulator.traces import Trace
-
-
-def trace_of(seed: int, lengths: list[int], n_experts: int = 8, top_k: int = 2, n_layers: int = 2) -> Trace:
-    random = np.random.default_rng(seed)
-    taste = random.gumbel(size=(n_layers, 1, n_experts))
-    noise = random.gumbel(size=(n_layers, sum(lengths), n_experts))
-    ids = np.argsort(-(taste + noise), axis=2)[:, :, :top_k]
-    offsets = np.cumsum([0, *lengths]).astype(np.int64)
-    return Trace(tuple(layer.astype(np.int32) for layer in ids), (n_experts,) * n_layers, offsets)
 
 
 @st.composite
@@ -183,11 +175,6 @@ def test_counts_say_what_static_placement_misses(case: tuple[Trace, list[int], l
 # ---- studies
 
 
-def study_of(**options: Any) -> Study:
-    trace = trace_of(7, [40] * 12, n_experts=16)
-    return Study(trace, ["a", "b", "c"] * 4, [False] * 9 + [True] * 3, **options)
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("profile", [name for name in PROFILES if name != "given"])
 def test_judged_sessions_never_calibrate(policy: PolicyName, profile: Any) -> None:
@@ -201,21 +188,6 @@ def test_judged_sessions_never_calibrate(policy: PolicyName, profile: Any) -> No
         assert whole.cold_hit_rate.mean == pytest.approx(np.mean([each.cold_hit_rate.mean for each in alone]))
     inside = [part.cold_hit_rate for part in whole.parts]
     assert (inside[0] or 0) * 10 + (inside[1] or 0) * 30 == pytest.approx(40 * whole.cold_hit_rate.mean)
-
-
-def test_tuning_looks_at_calibration_sessions_alone() -> None:
-    study = study_of()
-    slots = equal_slots(study.trace, 0.4)
-    tuned = study.tune(Cache("scored"), slots, "own")
-    assert tuned.cold_hit_rate <= tuned.default_cold_hit_rate
-    assert tuned.tried > 10
-    other = trace_of(7, [40] * 12, n_experts=16)
-    for layer in other.ids:
-        layer[9 * 40 :] = np.roll(layer[9 * 40 :], 1, axis=0)
-    changed = Study(other, ["a", "b", "c"] * 4, [False] * 9 + [True] * 3)
-    assert changed.tune(Cache("scored"), slots, "own") == tuned
-    with pytest.raises(TraceTooSmallError, match="to tune on"):
-        Study(trace_of(1, [5, 5]), ["a", "a"], [False, True]).tune(Cache("scored"), [4, 4], "own")
 
 
 def test_too_few_sessions_are_said() -> None:
@@ -312,6 +284,45 @@ def test_memory_that_is_not_locked_takes_longer() -> None:
             figures.decode_tok_s(3, 2e6, 0.5)
         with pytest.raises(ValueError, match="not known"):
             figures.prefill_tok_s(512, [3.0], 2e6)
+    prompts = Machine(1.0, 1e-5, 5e10, pageable_bytes_per_s=8e9, prompt_token_s=1e-9)
+    seconds = [512 / prompts.prefill_tok_s(512, [3.0, 4.0], 2e6, share) for share in (0.0, 1.0)]
+    assert seconds[1] - seconds[0] == pytest.approx(7 * 2e6 * (1 / 8e9 - 1 / 5e10), rel=1e-3)
+    for share in (-0.1, 1.1):
+        with pytest.raises(ValueError, match="expected a share"):
+            machine.decode_tok_s(3, 2e6, share)
+
+
+@given(launch_s=st.floats(0, 1e-3), shares=st.lists(st.floats(0, 1), min_size=1, max_size=5), loads=st.floats(1, 50))
+def test_the_time_of_a_miss_comes_back_from_whatever_memory_was_measured(
+    launch_s: float, shares: list[float], loads: float
+) -> None:
+    machine = Machine(1e-3, launch_s, 5e10, pageable_bytes_per_s=8e9)
+    runs = [MeasuredRun(machine.decode_tok_s(loads, 2e6, share), loads, share) for share in shares]
+    found = Machine.fitted(1e-3, runs, 2e6, 5e10, pageable_bytes_per_s=8e9)
+    assert found.miss_s == pytest.approx(launch_s, abs=1e-9)
+    for share in (0.0, 1.0):
+        assert found.decode_tok_s(loads, 2e6, share) == pytest.approx(machine.decode_tok_s(loads, 2e6, share), rel=1e-5)
+    if any(shares):
+        with pytest.raises(ValueError, match="not locked"):
+            Machine.fitted(1e-3, runs, 2e6, 5e10)
+
+
+def test_runs_that_missed_alike_do_not_say_what_a_miss_takes() -> None:
+    """Noise of a tenth would else become the time of a miss, and fewer experts would seem to cost far more."""
+    machine = Machine(1e-3, 1e-6, 1e10, 1e-5, 8)
+    noise = (1.0, 0.92, 0.95)
+    runs = [
+        MeasuredRun(machine.decode_tok_s(loads, 4e4) * factor, loads)
+        for loads, factor in zip((9.0, 8.6, 9.4), noise, strict=True)
+    ]
+    told = Machine.fitted(1e-3, runs, 4e4, 1e10, 8, latency_s=1e-6)
+    assert told.miss_s == 1e-6
+    for loads in (0.0, 9.0, 25.0):
+        assert told.decode_tok_s(loads, 4e4) == pytest.approx(machine.decode_tok_s(loads, 4e4), rel=0.08)
+    apart = [*runs, MeasuredRun(machine.decode_tok_s(25.0, 4e4), 25.0)]
+    assert Machine.fitted(1e-3, apart, 4e4, 1e10, 8, latency_s=1e-6).miss_s != 1e-6
+    faster = [MeasuredRun(2e3, 9.0)]
+    assert Machine.fitted(1e-3, faster, 4e4, 1e10, 8, latency_s=1e-6).layer_s == 0.0
 
 
 def test_figures_that_no_machine_has() -> None:

@@ -1,0 +1,72 @@
+"""The numbers in the documents are those of the result files."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def made(root: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("measured_tables", root / "infra/benchmarks/measured_tables.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def page(root: Path) -> str:
+    return (root / "infra/docs/measurements.md").read_text(encoding="utf-8")
+
+
+def test_tables_are_made_of_the_results(made: ModuleType, page: str) -> None:
+    """`infra/benchmarks/measured_tables.py --write` puts them there."""
+    tables = list(made.tables())
+    assert len({table[0] for table in tables}) == len(tables) == 9
+    for table in tables:
+        assert made.placed(page, table) == page, table[0]
+    for sentence in made.sentences():
+        assert sentence in page
+
+
+def test_a_number_that_is_another_is_noticed(made: ModuleType, page: str) -> None:
+    [table, *_] = made.tables()
+    changed = [*table[:2], table[2].replace(".712", ".713"), *table[3:]]
+    assert changed != table
+    assert made.placed(page, changed) != page
+    with pytest.raises(ValueError, match="0 tables"):
+        made.placed(page, ["| another |", "|---|"])
+
+
+def test_the_front_page_says_the_same(root: Path) -> None:
+    """Of routing that others published, in whole percents."""
+    rows = json.loads((root / "infra/benchmarks/results/real-routing.json").read_text())["rows"]
+    readme = (root / "README.md").read_text(encoding="utf-8")
+
+    def rates(model: str, workload: str) -> list[str]:
+        [row] = [r for r in rows if (r["model"], r["workload"], r["residency"]) == (model, workload, 0.6)]
+        found: list[Any] = [row["cold_hit_rate"].get(name) for name in ("uniform", "own", "other", "lru")]
+        return ["" if rate is None else f"{100 * rate:.0f}%" for rate in found]
+
+    for label, model, workload in (
+        ("gpt-oss-20b, safety questions", "gpt-oss-20b", "safety"),
+        ("gpt-oss-20b, physics", "gpt-oss-20b", "physics"),
+        ("DeepSeek-V2-Lite, translation (prompts)", "DeepSeek-V2-Lite", "translation"),
+    ):
+        line = next(line for line in readme.splitlines() if line.startswith(f"| {label} "))
+        assert [cell.strip() for cell in line.split("|")[2:6]] == rates(model, workload)
+
+
+def test_every_result_that_is_named_is_there(root: Path, page: str) -> None:
+    named = set(re.findall(r"\]\(\.\./benchmarks/results/([a-z0-9-]+\.json)\)", page))
+    assert named
+    for name in named:
+        json.loads((root / "infra/benchmarks/results" / name).read_text())
