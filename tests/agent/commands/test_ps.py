@@ -6,15 +6,14 @@ import contextlib
 import http.server
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 
+import agent_process
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -26,31 +25,18 @@ from spark_agent.running import RunningAgent, RunningAgents, process_started
 from spark_runtime.model_shape import read_model_shape
 from spark_runtime.models import demo_model_path
 
-KEY = b"k" * 16
 FOREVER = [{"role": "user", "content": "How are you today?"}]
 CHAT = "/v1/chat/completions"
 
 
 @contextlib.contextmanager
 def running(*arguments: object, **variables: str) -> Iterator[tuple[subprocess.Popen, httpx.Client]]:
-    """Start the agent as a person would, give a client of it, and end it."""
-    command = [sys.executable, "-c", "from spark_agent.cli import main; main()", "run", "-p", "0", "--json"]
-    with subprocess.Popen(
-        [*command, "--threads", "1", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "SPARKMOE_TEAM_KEY": KEY.hex(), **variables},
-    ) as process:
-        try:
-            assert process.stdout is not None
-            ready, _, _ = select.select([process.stdout], [], [], 60)
-            line = process.stdout.readline() if ready else ""
-            assert line, process.stderr and process.stderr.read()
-            with httpx.Client(base_url=json.loads(line)["base_url"], timeout=30, trust_env=False) as client:
-                yield process, client
-        finally:
-            process.kill()
+    """An agent, and a client of it."""
+    with (
+        agent_process.running(*arguments, **variables) as (process, start),
+        httpx.Client(base_url=start["base_url"], timeout=30, trust_env=False) as client,
+    ):
+        yield process, client
 
 
 def chat(client: httpx.Client, headers: dict[str, str] | None = None, **members: object) -> httpx.Response:
