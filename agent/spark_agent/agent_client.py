@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from spark_agent.errors import RefusedError, SparkError
-from spark_agent.service_url import is_loopback
+from spark_schemas.local_address import is_loopback_url
 
 __all__ = ["MAX_ANSWER_BYTES", "ask_agent", "fetch"]
 
@@ -55,7 +55,7 @@ def ask_agent(
     an error status, and for an agent that is gone or answers something else.
     """
     parts = urlsplit(base_url)
-    if parts.scheme != "http" or not is_loopback(base_url) or parts.hostname is None:
+    if parts.scheme != "http" or not is_loopback_url(base_url) or parts.hostname is None:
         raise RefusedError(f"{base_url} is not an agent on this machine", "expected http://127.0.0.1:PORT")
     try:
         status, content = fetch(parts.hostname, parts.port, method, path, body, token=token, timeout_s=timeout_s)

@@ -28,8 +28,9 @@ from spark_agent.errors import (
     ServiceUnreachableError,
     SparkError,
 )
-from spark_agent.service_url import is_loopback, normalise_service_url, protects_secrets
+from spark_agent.service_url import normalise_service_url, protects_secrets
 from spark_schemas.api import API_PREFIX, PROBLEM_MEDIA_TYPE, Problem, ProfileList, UploadReceipt
+from spark_schemas.local_address import is_loopback_url
 from spark_schemas.manifest import PlacementManifest
 from spark_schemas.profile import Profile
 from spark_schemas.signature import PINNED_HEADER, SIGNATURE_HEADER, SigningKeyInfo
@@ -253,7 +254,7 @@ class ServiceClient:
                 # A service could tell machines apart by them, whatever is left out of bodies.
                 cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
                 # A proxy has no business between this machine and itself.
-                trust_env=not is_loopback(self.base_url),
+                trust_env=not is_loopback_url(self.base_url),
             )
         return self._client
 

@@ -11,9 +11,9 @@ from pydantic import BaseModel, ValidationError
 from spark_schemas.api import API_PREFIX, PROBLEM_MEDIA_TYPE, Problem
 from spark_schemas.drift import DriftList
 from spark_schemas.ids import Count, SessionHash
+from spark_schemas.local_address import is_loopback
 from spark_service import env
 from spark_service.errors import RefusedError, ServiceCallError, UsageError
-from spark_service.settings import is_loopback
 
 __all__ = ["AdminClient"]
 

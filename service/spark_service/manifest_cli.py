@@ -9,9 +9,9 @@ from urllib.parse import quote, urlencode, urlsplit
 
 import typer
 
+from spark_schemas.local_address import is_loopback
 from spark_service import env
 from spark_service.errors import RefusedError, ServiceCallError
-from spark_service.settings import is_loopback
 
 __all__ = ["manifest_app"]
 

@@ -154,6 +154,8 @@ def serve(
             context.output.warning(f"a generation is missing in the metrics: {error}")
 
     def flushed(report: FlushReport | None) -> None:
+        if report is not None and not report.requests:
+            return  # nothing was due
         ok = report is not None and report.last_error is None
         activity.upload(ok=ok, histograms=0 if report is None else report.uploaded)
 

@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 from spark_agent.apply_placement import apply_to_running
 from spark_agent.own_profile import own_profile
 from spark_agent.server.api_error import ApiError
-from spark_agent.server.placement_control import PlacementControl, keeping
+from spark_agent.server.placement_control import PlacementControl
 from spark_agent.server.placement_routes import placement_routes
 from spark_agent.service_keys import KeyRing, PinnedKey
 from spark_agent.signatures import SignedBy
@@ -28,7 +28,7 @@ from spark_runtime.models import demo_model_path
 from spark_runtime.replacement import Rules
 from spark_runtime.sampling import Sampling
 from spark_runtime.session_counts import SessionCounts
-from spark_runtime.tier_start import profile_start, uniform_start
+from spark_runtime.tier_start import keeping, profile_start, uniform_start
 
 URL = "http://127.0.0.1:8710"
 TEXT = "How are you today? And what is the weather like by the sea?"
@@ -276,6 +276,45 @@ def test_a_teams_manifest_is_only_watched(engine, trust, shape):
     assert told["decisions_counted"]["changed"] == 0
     assert any(one["reason"].startswith("only watching: ") for one in told["decisions"]), "it would have"
     assert control.manifest_of(start) == (True, control.manifest)
+
+
+@pytest.mark.parametrize("replacement", ["auto", "watch", "off"])
+def test_a_pinned_share_stays_and_a_mode_is_kept(shape, trust, replacement):
+    """Whatever is placed while it serves, the share of slots that a person wanted pinned is."""
+    rng = np.random.default_rng(0)
+    frequency = [rng.dirichlet(np.full(layer.n_experts, 0.3)) + 1e-6 for layer in shape.layers]
+    slots = [layer.slots for layer in uniform_start(shape, 0.4).layers]
+    start = profile_start(shape, frequency, slots, pinned_share=0.2)
+    assert min(layer.pinned for layer in start.layers) > 0
+    options = EngineOptions(n_ctx=256, n_threads=1, n_outputs_max=1, tier=start)
+    with Engine.load(demo_model_path(), options) as engine:
+        control = PlacementControl(
+            engine,
+            Now(),
+            trust,
+            lambda _: None,
+            pytest.fail,
+            source="none",
+            manifest=None,
+            rules=RULES,
+            replacement=replacement,
+            pinned_share=0.2,
+        )
+        repeat_one_session(engine)
+        told = control.describe()
+        assert told["replacement"] == replacement
+        assert (told["decisions_counted"]["changed"] > 0) == (replacement == "auto")
+        assert (told["decisions"] == []) == (replacement == "off")
+        pinned = [layer.pinned for layer in engine.tier.start.layers]
+        assert sum(pinned) == pytest.approx(0.2 * engine.tier.start.slots, abs=len(pinned))
+        reply = app_of(control).post("/spark/placement", json=order(manifest_for(shape, residency=0.4)))
+        assert reply.status_code == 200, reply.text
+        pinned = [layer.pinned for layer in engine.tier.start.layers]
+        assert sum(pinned) == pytest.approx(0.2 * engine.tier.start.slots, abs=len(pinned))
+        held = [set(layer.order[: layer.pinned].tolist()) for layer in engine.tier.start.layers]
+        repeat_one_session(engine, 4)
+        for experts, resident in zip(held, engine.tier.resident(), strict=True):
+            assert experts <= set(resident.tolist())
 
 
 def test_own_sessions_are_nobodys_promise(engine, trust, shape, control):
