@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from pydantic import ValidationError
 
+from spark_agent.env import Replacement
 from spark_agent.errors import SparkError
 from spark_agent.server.generation import AbandonedError
 from spark_runtime.manifest_check import check_manifest
@@ -33,15 +34,12 @@ if TYPE_CHECKING:
     from spark_runtime.session_counts import SessionCounts
     from spark_schemas.ids import Phase
 
-__all__ = ["DECISIONS_KEPT", "LivePromise", "Order", "PlacementControl", "Replacement"]
+__all__ = ["DECISIONS_KEPT", "LivePromise", "Order", "PlacementControl"]
 
 _T = TypeVar("_T")
 DECISIONS_KEPT = 50
 _PLACEMENTS_KEPT = 64
 Source = Literal["given", "imported", "pulled", "local", "none", "recent"]
-Replacement = Literal["auto", "on", "watch", "off"]
-"""``auto`` changes priors where no manifest of a team is in force, whose promise is measured under one placement alone;
-``watch`` decides and changes nothing, ``off`` does not look."""
 
 
 class _Caller(Protocol):

@@ -136,12 +136,27 @@ def test_a_killed_agent_is_forgotten(agent_cli):
     assert list(agents_dir().iterdir()) == []
 
 
-def test_rules_that_are_wrong_end_the_start(agent_cli, monkeypatch):
+def test_rules_that_are_wrong_end_the_start(agent_cli, monkeypatch, tmp_path):
     workload_rules_path().parent.mkdir(parents=True)
     workload_rules_path().write_text("[[rule]]\nworkload = 'a'\n")
-    agent_cli("run", "-p", 0).failed(1, "workloads.toml", "rule 1 (a)", "no condition")
+    agent_cli("run", "-p", 0).failed(1, "workloads.toml, line 1: rule 1 (a)", "no condition")
     monkeypatch.setenv("SPARKMOE_WORKLOAD_RULES", "/nowhere/rules.toml")
     agent_cli("run", "-p", 0).failed(1, "SPARKMOE_WORKLOAD_RULES", "/nowhere/rules.toml")
+    agent_cli("run", "-p", 0, "--workload-rules", "/no/rules.toml").failed(1, "--workload-rules", "/no/rules.toml")
+    named = tmp_path / "team.toml"
+    named.write_text("# ours\n[[rule]]\nworkload = 'b'\nmodel = 5\n")
+    agent_cli("run", "--dry-run", "--workload-rules", named).failed(1, "team.toml, line 4: rule 1 (b): model: found 5")
+
+
+def test_rules_named_by_an_option_come_before_all_others(agent_cli, tmp_path):
+    workload_rules_path().parent.mkdir(parents=True)
+    workload_rules_path().write_text("[[rule]]\nworkload = 'of-the-folder'\nmodel = '*'\n")
+    named = tmp_path / "team.toml"
+    named.write_text("[[rule]]\nworkload = 'of-the-option'\nheader = { x-job = '*' }\n")
+    with running("--workload-rules", named, SPARKMOE_WORKLOAD_RULES=str(workload_rules_path())) as (_, client):
+        assert chat(client, {"X-Job": "any"}).status_code == 200
+        until(lambda: len(client.get("/spark/stats").json()["workloads"]) == 1)
+        assert client.get("/spark/stats").json()["workloads"][0]["workload"] == "of-the-option"
 
 
 def test_a_second_signal_does_not_wait_and_keeps_the_counts(kept):

@@ -37,7 +37,7 @@ def test_the_start_up_object_and_a_manifest(manifest, tmp_path):
     with running("--manifest", path) as (process, start):
         assert start["n_ctx"] == 512, "the context that the manifest was planned for"
         fixed = ["base_url", "model", "fingerprint", "n_ctx", "parallel", "tiers", "manifest", "placement", "upload"]
-        assert list(start) == [*fixed, "choices", "expected", "llama_cpp"]
+        assert list(start) == [*fixed, "choices", "expected", "llama_cpp", "access"]
         assert start["fingerprint"] == manifest.fingerprint
         assert start["tiers"]["expert_bytes"] > 0
         assert start["tiers"]["tiered"] is False, "the manifest holds every expert"
@@ -180,18 +180,13 @@ def test_a_port_in_use(agent_cli):
     assert not state_dir().exists()
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "8.8.8.8"])
-def test_only_loopback_is_listened_on(agent_cli, host):
-    agent_cli("run", "--host", host, "-p", 0).failed(3, host, "ssh -L")
-    assert not state_dir().exists()
-
-
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
         (["--host", "example.com"], "--host"),
         (["--port", "99999"], "--port"),
         (["--bogus"], "--bogus"),
+        (["--replacement", "sometimes"], "--replacement"),
         (["--workload", "Not Good"], "--workload"),
         (["--vram", "1G", "--residency", "0.5"], "--residency"),
         (["--residency", "7"], "--residency"),
