@@ -32,7 +32,7 @@ from spark_agent.server.app import create_app
 from spark_agent.server.conversations import Conversations
 from spark_agent.server.generation import GenerationReport
 from spark_agent.server.metrics import Metrics
-from spark_agent.server.nearest import PulledWorkloads
+from spark_agent.server.nearest import WorkloadsHere
 from spark_agent.server.observed import Observed, metrics_route
 from spark_agent.server.placement_control import PlacementControl
 from spark_agent.server.placement_routes import placement_routes
@@ -130,7 +130,7 @@ def serve(
     """
     own = OwnSessions(engine.shape, context.output.warning)
     workloads = Workloads(rules, context.output.warning)
-    activity = Activity(workload, PulledWorkloads(engine.shape) if workload == UNLABELLED else None)
+    activity = Activity(workload, WorkloadsHere(engine.shape, own) if workload == UNLABELLED else None)
 
     def close(lineage: str, named: str | None, counts: SessionCounts) -> None:
         told, under = placement.manifest_of(None if counts.misses is None else counts.misses.start)

@@ -54,6 +54,23 @@ def test_the_second_start_is_calibrated(spark_cli):
     assert spark_cli("profiles", "ls", "--local", "--json").json["profiles"] == []
 
 
+def test_unlabelled_requests_are_compared_with_own_sessions_and_stay_unlabelled(agent_cli):
+    served(words="Tell me of")
+    with running("--residency", "0.3", "--ctx", "512", "--no-profile") as (process, start):
+        for number in range(60):
+            chat(start, "Tell me of the sea and the moon, please.", 48 + number)
+            if (found := asked(start, "/spark/stats")["suggestion"]) is not None:
+                break
+        assert (found["workload"], found["source"], found["others"]) == ("chat", "local", [])
+        assert 0.0 <= found["best_cold_hit_rate"] <= found["cold_hit_rate"] < 1.0
+        said = agent_cli("ps").err
+        assert "look like chat: the profile of your own sessions of it misses" in said
+        assert "spark-agent run --workload chat" in said
+        assert {row["workload"] for row in asked(start, "/spark/stats")["workloads"]} == {"unlabelled"}
+        assert asked(start, "/spark/placement")["source"] == "none", "shown, never applied"
+        ended(process)
+
+
 def test_what_local_profiles_promise(spark_cli):
     with running(*START) as (process, start):
         for topic in TOPICS[:8]:
