@@ -16,7 +16,8 @@ import httpx
 
 KEY = b"k" * 16
 """Of session hashes."""
-START_S, END_S = 60.0, 30.0
+START_S, END_S = 150.0, 30.0
+"""The first start of all builds the native library, beside whatever else the machine does."""
 
 
 @contextlib.contextmanager
@@ -36,7 +37,9 @@ def running(*arguments: object, **variables: str) -> Iterator[tuple[subprocess.P
             assert process.stdout is not None
             ready, _, _ = select.select([process.stdout], [], [], START_S)
             line = process.stdout.readline() if ready else ""
-            assert line, process.stderr and process.stderr.read()
+            if not line:
+                process.kill()
+                raise AssertionError(f"it did not start: {process.communicate()[1]}")
             yield process, json.loads(line)
         finally:
             process.kill()

@@ -21,15 +21,16 @@ from spark_agent.addresses import base_url_of, listening_address
 from spark_agent.chosen_placement import PlacementSource
 from spark_agent.context import AgentContext
 from spark_agent.env import Replacement
-from spark_agent.errors import RefusedError, SparkError
+from spark_agent.errors import RefusedError, SparkError, SpoolError
 from spark_agent.identity import session_hash
 from spark_agent.live import live_misses
 from spark_agent.output import counted
 from spark_agent.own_sessions import OwnSessions
 from spark_agent.running import RunningAgent, RunningAgents, process_started
+from spark_agent.served import ServedSessions
 from spark_agent.server.activity import Activity, ClosedSession, Promise
 from spark_agent.server.app import create_app
-from spark_agent.server.conversations import Conversations
+from spark_agent.server.conversations import ChatTurn, Conversations
 from spark_agent.server.generation import GenerationReport
 from spark_agent.server.metrics import Metrics
 from spark_agent.server.nearest import WorkloadsHere
@@ -128,6 +129,8 @@ def serve(
     whether recent traffic moves the slots' priors, and ``pinned_share`` of the slots stay pinned whatever is placed. A
     second signal ends what runs at once, a third one the process.
     """
+    conversations = Conversations()
+    served = ServedSessions(spool, engine.shape.fingerprint, key, context.output.warning)
     own = OwnSessions(engine.shape, context.output.warning)
     workloads = Workloads(rules, context.output.warning)
     activity = Activity(workload, WorkloadsHere(engine.shape, own) if workload == UNLABELLED else None)
@@ -137,9 +140,14 @@ def serve(
         live = live_misses(counts, under) if told else None
         histogram = counts.to_histogram(session_hash(key, lineage), named or workload, live)
         if histogram is not None:
-            spool.add(engine.shape, histogram)
+            spool.add(engine.shape, histogram, served=served.closed(*conversations.began(lineage)))
             own.keep(histogram)
             activity.closed(named, _closed(counts, placement.promised_of(counts)))
+
+    def lineage_of(messages: Sequence[ChatTurn]) -> str:
+        lineage = conversations.lineage_of(messages)
+        served.opened(*conversations.began(lineage))
+        return lineage
 
     def complain(error: Exception) -> None:
         context.output.warning(f"session counts could not be kept yet: {error}")
@@ -193,6 +201,8 @@ def serve(
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         worker.start()
         uploader.start()
+        _forget_open(context, spool, agent)
+        served.start()
         _register(context, agent)
         context.output.result(described, describe(described))
         sys.stdout.flush()  # whoever started this process through a pipe waits for it
@@ -205,7 +215,7 @@ def serve(
         health={"model": Path(start["model"]).name, "fingerprint": engine.shape.fingerprint},
         stats=lambda: agent_stats(state()),
         lifespan=lifespan,
-        lineage_of=Conversations().lineage_of,
+        lineage_of=lineage_of,
         workload_of=workloads,
         extra_routes=[metrics_route(Metrics(state)), *placement_routes(placement)],
         token=token,
@@ -221,6 +231,8 @@ def serve(
         finally:
             _unregister(context, agent)
             worker.stop()
+            served.stop()
+            _forget_open(context, spool, agent)
             uploader.stop()
             own.close()
             lost = len(sessions) + sessions.lost
@@ -260,6 +272,17 @@ def _described(listener: socket.socket, name: str, fingerprint: str, token: str 
         started_s=time.time(),
         token=token,
     )
+
+
+def _forget_open(context: AgentContext, spool: Spool, agent: RunningAgent) -> None:
+    """Conversations that are open are this agent's, unless another one serves the model."""
+    others = [one for one in RunningAgents.of_this_machine().find() if one.pid != agent.pid]
+    if any(one.fingerprint == agent.fingerprint for one in others):
+        return
+    try:
+        spool.forget_open(agent.fingerprint)
+    except SpoolError as error:
+        context.output.warning(f"transcripts of conversations that were never counted cannot be recorded: {error}")
 
 
 def _register(context: AgentContext, agent: RunningAgent) -> None:
