@@ -100,8 +100,9 @@ def test_a_placement_is_taken_over_between_tokens(spark_cli):
         assert "no session of chat" in refused.json()["error"]["message"]
         assert asked(start, "/spark/placement")["source"] == "none"
         ended(process)
-    with running(*START, "--no-profile") as (process, start):
+    with running(*START, "--no-profile", "--replacement", "watch", SPARKMOE_REPLACEMENT="off") as (process, start):
         before = asked(start, "/spark/placement")
+        assert before["replacement"] == "watch", "an option comes before its variable"
         assert (before["source"], before["tiered"], before["decisions"]) == ("none", True, [])
         left = spark_cli("pull-profile", "chat", "--local", "--no-apply")
         assert (left.code, "applied" in left.err) == (0, False)
