@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# The tests' helpers lie here.
+sys.path.append(str(Path(__file__).resolve().parent))
 
 # The same examples every time, however slow the machine is: a red test is a fault of the code, not of the moment.
 settings.register_profile("spark", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -31,3 +36,11 @@ def clean_environment(
     monkeypatch.setenv("XDG_CACHE_HOME", str(run / "cache"))
     for kind in ("CONFIG", "STATE", "DATA"):
         monkeypatch.setenv(f"XDG_{kind}_HOME", str(tmp_path / "xdg" / kind.lower()))
+
+
+@pytest.fixture(scope="session")
+def make() -> Any:
+    """Synthetic sessions, for what service and agent both compute of them."""
+    from synthetic_sessions import Make
+
+    return Make()

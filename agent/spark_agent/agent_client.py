@@ -1,4 +1,4 @@
-"""Asking an agent that runs on this machine. Loopback only, through no proxy, bounded in bytes and time."""
+"""Asking an agent at an address of this machine: nobody else, through no proxy, bounded in bytes and time."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import json
 from typing import Any
 from urllib.parse import urlsplit
 
+from spark_agent.addresses import is_own_address
 from spark_agent.errors import RefusedError, SparkError
-from spark_agent.service_url import is_loopback
 
 __all__ = ["MAX_ANSWER_BYTES", "ask_agent", "fetch"]
 
@@ -55,10 +55,10 @@ def ask_agent(
     an error status, and for an agent that is gone or answers something else.
     """
     parts = urlsplit(base_url)
-    if parts.scheme != "http" or not is_loopback(base_url) or parts.hostname is None:
+    if parts.scheme != "http" or parts.username is not None or not is_own_address(parts.hostname or ""):
         raise RefusedError(f"{base_url} is not an agent on this machine", "expected http://127.0.0.1:PORT")
     try:
-        status, content = fetch(parts.hostname, parts.port, method, path, body, token=token, timeout_s=timeout_s)
+        status, content = fetch(parts.hostname or "", parts.port, method, path, body, token=token, timeout_s=timeout_s)
         found = json.loads(content)
     except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
         raise SparkError(f"the agent at {base_url} does not answer: {error}", "see spark-agent ps") from error

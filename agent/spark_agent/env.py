@@ -9,13 +9,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 from spark_agent.errors import ConfigError
 from spark_agent.service_url import normalise_service_url
 from spark_agent.signatures import parse_public_key
 
-__all__ = ["VARIABLES", "Environment", "Variable", "parse_team_key"]
+__all__ = ["REPLACEMENTS", "VARIABLES", "Environment", "Replacement", "Variable", "parse_team_key", "parse_token"]
+
+Replacement = Literal["auto", "on", "watch", "off"]
+"""When recent traffic moves the slots' priors: ``auto``, where no manifest of a team is in force, whose promise is
+measured under one placement alone; ``on``, under one too; ``watch``, never, but what would have been done is told;
+``off`` does not look."""
+REPLACEMENTS: tuple[Replacement, ...] = get_args(Replacement)
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
@@ -50,10 +56,18 @@ def _present(value: str) -> bool:
     return value != ""
 
 
-def _token(value: str) -> str:
+def parse_token(value: str) -> str:
+    """Return a token as it was given; raise :class:`ValueError` for what no header can carry."""
     if any(not 33 <= ord(letter) < 127 for letter in value):
         raise ValueError("expected printable ASCII without spaces")
     return value
+
+
+def _replacement(value: str) -> Replacement:
+    for known in REPLACEMENTS:
+        if value == known:
+            return known
+    raise ValueError(f"expected {', '.join(REPLACEMENTS[:-1])} or {REPLACEMENTS[-1]}")
 
 
 def parse_team_key(value: str) -> bytes:
@@ -106,7 +120,7 @@ SERVICE_URL = Variable(
     normalise_service_url,
 )
 SERVICE_TOKEN = Variable(
-    "SPARKMOE_SERVICE_TOKEN", "token", None, "Token for the calibration service.", _token, secret=True
+    "SPARKMOE_SERVICE_TOKEN", "token", None, "Token for the calibration service.", parse_token, secret=True
 )
 OFFLINE = Variable("SPARKMOE_OFFLINE", "flag", False, "Never contact a service.", _flag)
 NO_PROGRESS = Variable("SPARKMOE_NO_PROGRESS", "flag", False, "Never draw progress bars.", _flag)
@@ -133,9 +147,19 @@ API_KEY = Variable(
     "SPARKMOE_API_KEY",
     "token",
     None,
-    "Token that requests to the agent's own server must bear; without one it listens on loopback only.",
-    _token,
+    "Key that requests to the agent's own server must bear; beyond loopback one is made where none is named.",
+    parse_token,
     secret=True,
+)
+API_KEY_FILE = Variable(
+    "SPARKMOE_API_KEY_FILE", "path", None, "File that holds that key, readable by its owner only.", _text
+)
+REPLACEMENT = Variable(
+    "SPARKMOE_REPLACEMENT",
+    "auto, on, watch or off",
+    "auto",
+    "Whether a running agent moves the slots' priors after recent traffic; see `spark-agent run --replacement`.",
+    _replacement,
 )
 DO_NOT_TRACK = Variable("DO_NOT_TRACK", "any but 0, false, no, off", False, "Upload nothing.", _do_not_track)
 NO_COLOR = Variable("NO_COLOR", "any", False, "Write without colour.", _present)
@@ -162,6 +186,8 @@ VARIABLES: tuple[Variable, ...] = (
     NO_COLOR,
     SIGNING_KEY,
     API_KEY,
+    API_KEY_FILE,
+    REPLACEMENT,
 )
 
 
@@ -183,6 +209,8 @@ class Environment:
     no_color: bool = False
     signing_key: str | None = None
     api_key: str | None = field(default=None, repr=False)
+    api_key_file: str | None = None
+    replacement: Replacement = "auto"
 
     @classmethod
     def read(cls, mapping: Mapping[str, str] | None = None) -> Environment:
@@ -200,6 +228,8 @@ class Environment:
             models_dir=MODELS_DIR.read(source),
             workload_rules=WORKLOAD_RULES.read(source),
             api_key=API_KEY.read(source),
+            api_key_file=API_KEY_FILE.read(source),
+            replacement=REPLACEMENT.read(source),
             do_not_track=DO_NOT_TRACK.read(source),
             no_color=NO_COLOR.read(source),
             signing_key=SIGNING_KEY.read(source),

@@ -28,11 +28,12 @@ from spark_agent.errors import (
     ServiceUnreachableError,
     SparkError,
 )
-from spark_agent.service_url import is_loopback, normalise_service_url, protects_secrets
+from spark_agent.service_url import normalise_service_url, protects_secrets
 from spark_schemas.api import API_PREFIX, PROBLEM_MEDIA_TYPE, Problem, ProfileList, UploadReceipt
+from spark_schemas.local_address import is_loopback_url
 from spark_schemas.manifest import PlacementManifest
 from spark_schemas.profile import Profile
-from spark_schemas.signature import PINNED_HEADER, SIGNATURE_HEADER, SigningKeyInfo
+from spark_schemas.signature import PINNED_HEADER, PINNED_SIGNATURE_HEADER, SIGNATURE_HEADER, SigningKeyInfo
 
 if TYPE_CHECKING:
     import httpx
@@ -68,6 +69,8 @@ class ManifestAnswer:
     """The header's text."""
     pinned: str | None
     """The profile revision, if an administrator has it served in place of the newest."""
+    pin_signature: str | None = None
+    """The header's text."""
 
 
 class ServiceClient:
@@ -164,9 +167,11 @@ class ServiceClient:
         headers = {} if etag is None else {"If-None-Match": etag}
         path = f"/manifests/{quote(fingerprint, safe='')}/{quote(workload, safe='')}"
         answer = self._call("GET", path, params=params, headers=headers)
-        signature, pinned = (answer.headers.get(name.lower()) for name in (SIGNATURE_HEADER, PINNED_HEADER))
+        signature, pinned, pin_signature = (
+            answer.headers.get(name.lower()) for name in (SIGNATURE_HEADER, PINNED_HEADER, PINNED_SIGNATURE_HEADER)
+        )
         if answer.status == 304 and etag is not None:
-            return ManifestAnswer(None, b"", etag, signature, pinned)
+            return ManifestAnswer(None, b"", etag, signature, pinned, pin_signature)
         found = self._parse(PlacementManifest, answer)
         asked = (fingerprint, workload, phase, vram_bytes, n_ctx, reserve_bytes)
         got = (
@@ -179,7 +184,7 @@ class ServiceClient:
         )
         if got != asked or revision not in (None, found.profile_revision):
             raise self._bad_answer(f"a manifest for {got}, expected one for {asked}")
-        return ManifestAnswer(found, answer.content, answer.headers.get("etag"), signature, pinned)
+        return ManifestAnswer(found, answer.content, answer.headers.get("etag"), signature, pinned, pin_signature)
 
     def signing_key(self) -> SigningKeyInfo:
         """Return the public key that the service signs with, as it says."""
@@ -253,7 +258,7 @@ class ServiceClient:
                 # A service could tell machines apart by them, whatever is left out of bodies.
                 cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
                 # A proxy has no business between this machine and itself.
-                trust_env=not is_loopback(self.base_url),
+                trust_env=not is_loopback_url(self.base_url),
             )
         return self._client
 

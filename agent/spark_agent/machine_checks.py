@@ -9,12 +9,15 @@ from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 from typing import Any
 
+from spark_agent.addresses import base_url_of
+from spark_agent.asking import ask_all
 from spark_agent.errors import SparkError
 from spark_agent.paths import benchmarks_dir
-from spark_agent.running_agent import ask_agent, base_url_of
+from spark_agent.running import RunningAgents
+from spark_agent.running_agent import ask_agent
 from spark_agent.sizes import format_size
 
-__all__ = ["MOST_SKEW_S", "clock_skew_s", "link_rate", "port_line", "skew_line", "video_memory"]
+__all__ = ["MOST_SKEW_S", "agents_line", "clock_skew_s", "link_rate", "port_line", "skew_line", "video_memory"]
 
 MOST_SKEW_S = 120.0
 """Uploads and manifests are dated by the day; a clock that is off by more than minutes is set wrong."""
@@ -71,7 +74,8 @@ def port_line(host: str, port: int) -> str:
             listener.bind(("127.0.0.1" if host == "localhost" else host, port))
     except OSError as error:
         try:
-            found = ask_agent(base_url_of(host, port), None)
+            registered = RunningAgents.of_this_machine().listening_on(host, port)
+            found = ask_agent(base_url_of(host, port), None if registered is None else registered.token)
         except SparkError:
             raise SparkError(
                 f"port {port} of {host} cannot be used: {error.strerror}",
@@ -79,6 +83,19 @@ def port_line(host: str, port: int) -> str:
             ) from error
         return f"an agent serves {', '.join(found.models)} at {found.base_url}"
     return f"{host} port {port} is free, no agent runs there"
+
+
+def agents_line() -> str:
+    """The agents that run here; raise :class:`SparkError` where one of them cannot be asked, or a file is damaged."""
+    faults: list[str] = []
+    asked = ask_all(RunningAgents.of_this_machine().find(faults.append))
+    if not asked and not faults:
+        return "none runs"
+    lines = [f"{one.agent.model} at {one.agent.base_url} (process {one.agent.pid})" for one in asked]
+    faults += [f"{line}: {one.problem}" for line, one in zip(lines, asked, strict=True) if one.problem is not None]
+    if faults:
+        raise SparkError("; ".join(faults), "see spark-agent ps; end one that hangs (kill PROCESS), or remove the file")
+    return "; ".join(lines)
 
 
 def clock_skew_s(date: str | None, now: dt.datetime) -> float | None:

@@ -32,7 +32,7 @@ from spark_schemas.manifest import Expectation, PlacementManifest
 from spark_schemas.model import ModelShape
 from spark_schemas.profile import LayerFrequencies, Profile
 
-__all__ = ["ALL_SESSIONS", "HALF_LIFE_DAYS", "OwnProfile", "own_profile"]
+__all__ = ["ALL_SESSIONS", "HALF_LIFE_DAYS", "OwnProfile", "own_frequencies", "own_profile"]
 
 HALF_LIFE_DAYS = 14.0
 """After so many days a session of one's own is worth half."""
@@ -146,6 +146,23 @@ class OwnProfile:
             reserve_bytes=reserve_bytes,
             vram_bytes=vram_bytes,
         )
+
+
+def own_frequencies(
+    shape: ModelShape, parts: Mapping[str, Sequence[SessionPart]], today: int, *, half_life_days: float = HALF_LIFE_DAYS
+) -> dict[str, tuple[FloatArray, ...]]:
+    """Expert frequencies of each workload of which enough was decoded to start from; each layer sums to one."""
+    n_experts = [layer.n_experts for layer in shape.layers]
+    window = Window(today, Limits().max_age_days, half_life_days)
+    found = {}
+    for name, of in parts.items():
+        merged = merge_parts(list(of))
+        if merged is None:
+            continue
+        votes = tally_of(n_experts, merged).votes("calibration", window)
+        if votes.n_sessions and votes.tokens >= FULL_WEIGHT_TOKENS:
+            found[name] = tuple(votes.frequencies())
+    return found
 
 
 def own_profile(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from spark_agent.own_counts import OwnCounts, OwnCountsError, today
 from spark_agent.paths import own_counts_path
+from spark_agent.workload_name import UNLABELLED
 
 if TYPE_CHECKING:
     from spark_agent.own_profile import OwnProfile
+    from spark_runtime.placement import FloatArray
     from spark_schemas.histogram import SessionHistogram
     from spark_schemas.model import ModelShape
 
@@ -24,6 +26,8 @@ class OwnSessions:
         self._warn = warn
         self._counts = OwnCounts(own_counts_path(), warn)
         self._said: str | None = None
+        self.kept = 0
+        """Sessions kept so far."""
 
     def close(self) -> None:
         """Close the file."""
@@ -39,9 +43,21 @@ class OwnSessions:
             self._said = str(error)
         else:
             self._said = None
+            self.kept += 1
 
     def profile(self, workload: str) -> OwnProfile | None:
         """The profile of a workload's own sessions as of now. Raises :class:`OwnCountsError`."""
         from spark_agent.own_profile import own_profile
 
         return own_profile(self._shape, self._counts.parts(self._shape), workload, today())
+
+    def frequencies(self) -> Mapping[str, Sequence[FloatArray]]:
+        """What the own sessions of every workload select that enough was served of; nothing where they are broken."""
+        from spark_agent.own_profile import own_frequencies
+
+        try:
+            parts = self._counts.parts(self._shape)
+        except OwnCountsError as error:
+            self._warn(f"{error}; nothing is compared with this machine's own sessions")
+            return {}
+        return own_frequencies(self._shape, {name: of for name, of in parts.items() if name != UNLABELLED}, today())

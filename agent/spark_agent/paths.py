@@ -9,6 +9,7 @@ import platformdirs
 __all__ = [
     "agents_dir",
     "answers_dir",
+    "api_key_path",
     "benchmarks_dir",
     "cache_dir",
     "config_dir",
@@ -70,6 +71,11 @@ def workload_rules_path() -> Path:
 def local_key_path() -> Path:
     """File of the machine's own session-hash key, used when the team shares none."""
     return state_dir() / "session.key"
+
+
+def api_key_path() -> Path:
+    """File of the key that the agent makes for its own API where it listens beyond loopback."""
+    return state_dir() / "api.key"
 
 
 def manifests_dir() -> Path:

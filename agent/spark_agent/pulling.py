@@ -1,21 +1,23 @@
 """Pulling a manifest: asked for with what is known, checked, kept; from what was kept while the service is away.
 
 A service that goes back to a profile revision which it had replaced is not followed unasked: whoever replays an old
-answer, signature and all, looks the same.
+answer, signature and all, looks the same. One that is pinned is followed, where the service's key says so
+of this very day.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import datetime as dt
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from spark_agent.errors import RefusedError, ServiceError, SparkError
-from spark_agent.http import ServiceClient, is_away
+from spark_agent.http import ManifestAnswer, ServiceClient, is_away
 from spark_agent.manifests import Known, ManifestStore, PullKey
-from spark_agent.signatures import SignedBy
+from spark_agent.signatures import SignedBy, doubt_of_pin
 from spark_agent.sizes import format_size
 from spark_agent.trust import ManifestTrust
 from spark_schemas.manifest import PlacementManifest
@@ -101,9 +103,8 @@ def pull(
         signature = signature or (known.signed.signature if known.signed else None)
     signed = trust.check_answer(client, content, signature, say, pin=keep)
     _check_shape(manifest, shape)
-    replaced = _replaced(kept, key, manifest, pinned=answer.pinned is not None, accept_older=accept_older)
-    if answer.pinned is not None:
-        say(f"the service has revision {answer.pinned[:12]} pinned: there may be a newer one")
+    pinned = _is_pinned(answer, manifest, signed, say)
+    replaced = _replaced(kept, key, manifest, pinned=pinned, accept_older=accept_older)
     path = None
     if keep:
         path = store.put(
@@ -159,6 +160,24 @@ def _check_shape(manifest: PlacementManifest, shape: ModelShape) -> None:
     from spark_runtime.manifest_check import check_manifest
 
     check_manifest(manifest, shape)
+
+
+def _is_pinned(
+    answer: ManifestAnswer, manifest: PlacementManifest, signed: SignedBy | None, say: Callable[[str], None]
+) -> bool:
+    """Whether it is proven that the service has this revision pinned; a word alone is said, and proves nothing."""
+    if answer.pinned is None:
+        return False
+    shown = "".join(letter for letter in answer.pinned[:12] if letter.isalnum())
+    if signed is None:
+        doubt: str | None = "it signs nothing"
+    else:
+        doubt = doubt_of_pin(signed.key, manifest, answer.pin_signature, dt.datetime.now(dt.UTC).date())
+    if doubt is None:
+        say(f"the service has revision {shown} pinned: there may be a newer one")
+    else:
+        say(f"the service says that it has revision {shown} pinned, which is not proven: {doubt}")
+    return doubt is None
 
 
 def _replaced(

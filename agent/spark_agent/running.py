@@ -16,6 +16,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from spark_agent.addresses import EVERY, reachable
 from spark_agent.files import replacing
 from spark_agent.paths import agents_dir, ensure_private_dir
 
@@ -48,7 +49,7 @@ class RunningAgent(BaseModel):
     @property
     def address(self) -> str:
         """Where it is reached from this machine."""
-        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # noqa: S104 - nothing is bound
+        return reachable(self.host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +101,8 @@ class RunningAgents:
 
     def listening_on(self, host: str, port: int) -> RunningAgent | None:
         """The agent that has a port of an address."""
-        every = {"0.0.0.0", "::"}  # noqa: S104 - nothing is bound
         found = (agent for agent in self.find() if agent.port == port)
-        return next((agent for agent in found if host in every or agent.host in {host, *every}), None)
+        return next((agent for agent in found if host in EVERY or agent.host in {host, *EVERY}), None)
 
     def _path(self, pid: int) -> Path:
         return self.folder / f"{pid}.json"

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from spark_agent.agent_client import fetch
 from spark_agent.errors import SparkError
 
-__all__ = ["AgentInfo", "ask_agent", "base_url_of", "get_json"]
+__all__ = ["AgentInfo", "ask_agent", "get_json"]
 
 _TIMEOUT_S = 5.0
 
@@ -26,11 +26,6 @@ class AgentInfo:
     fingerprint: str | None
     n_ctx: int | None
     """Its context, tokens; ``None`` where it does not say."""
-
-
-def base_url_of(host: str, port: int) -> str:
-    """An agent's address, without a slash at the end."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def ask_agent(base_url: str, key: str | None) -> AgentInfo:
@@ -55,7 +50,7 @@ def get_json(base_url: str, path: str, key: str | None) -> dict[str, Any]:
     if status in {401, 403}:
         raise SparkError(
             f"the agent at {base_url} wants its token" if key is None else f"the agent at {base_url} refuses the token",
-            "set SPARKMOE_API_KEY to the token that the agent was started with",
+            "set SPARKMOE_API_KEY to the key that the agent was started with, or name its file: --api-key-file",
         )
     try:
         value = json.loads(content)

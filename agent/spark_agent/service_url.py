@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
 from urllib.parse import urlsplit
 
-__all__ = ["DEFAULT_SERVICE_URL", "is_loopback", "normalise_service_url", "protects_secrets"]
+from spark_schemas.local_address import is_loopback_url
+
+__all__ = ["DEFAULT_SERVICE_URL", "normalise_service_url", "protects_secrets"]
 
 DEFAULT_SERVICE_URL = "http://127.0.0.1:8710"
 
@@ -28,17 +29,6 @@ def normalise_service_url(text: str) -> str:
     return f"{parts.scheme}://{parts.netloc.lower()}{parts.path.rstrip('/')}"
 
 
-def is_loopback(url: str) -> bool:
-    """Whether the address names this machine only."""
-    host = urlsplit(url).hostname or ""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # A host name: it may resolve to anything.
-        return False
-
-
 def protects_secrets(url: str) -> bool:
     """Whether a token may be sent there: encrypted, or never leaving the machine."""
-    return urlsplit(url).scheme == "https" or is_loopback(url)
+    return urlsplit(url).scheme == "https" or is_loopback_url(url)

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import base64
+import datetime as dt
 from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import AfterValidator
 
 from spark_schemas.base import Schema
-from spark_schemas.signature import PublicKey, Signature, SigningKeyInfo, key_id_of, rotation_message
+from spark_schemas.manifest import PlacementManifest
+from spark_schemas.signature import (
+    PinSignature,
+    PublicKey,
+    Signature,
+    SigningKeyInfo,
+    key_id_of,
+    pin_message,
+    rotation_message,
+)
 
-__all__ = ["SignedBy", "keys_leading_to", "parse_public_key", "verifies"]
+__all__ = ["MOST_DAYS_OFF", "SignedBy", "doubt_of_pin", "keys_leading_to", "parse_public_key", "verifies"]
+
+
+MOST_DAYS_OFF = 1
+"""Between the UTC day that a pin is of and this machine's: whoever replays it has that long, and clocks differ."""
 
 
 def _checked_header(text: str) -> str:
@@ -47,6 +61,22 @@ def parse_public_key(text: str) -> str:
 def verifies(key: str, content: bytes, signature: Signature) -> bool:
     """Whether the key, in base64, made this signature over exactly these bytes."""
     return signature.key_id == key_id_of(key) and _verifies(key, content, signature.value)
+
+
+def doubt_of_pin(key: str, manifest: PlacementManifest, header: str | None, today: dt.date) -> str | None:
+    """Why it is not proven that a manifest is of a revision that is pinned now; ``None`` where the key says so."""
+    if header is None:
+        return "it does not sign that"
+    try:
+        found = PinSignature.parse(header)
+    except ValueError as error:
+        return f"its signature cannot be read: {error}"
+    if abs((found.day - today).days) > MOST_DAYS_OFF:
+        return f"it was said on {found.day}, and today is {today}"
+    said = pin_message(manifest.fingerprint, manifest.workload, manifest.phase, manifest.profile_revision, found.day)
+    if not verifies(key, said, Signature(found.key_id, found.value)):
+        return "its signature does not fit"
+    return None
 
 
 def keys_leading_to(pinned: str, info: SigningKeyInfo) -> tuple[str, ...] | None:

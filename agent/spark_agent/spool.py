@@ -18,7 +18,7 @@ from typing import Self
 
 from pydantic import ValidationError
 
-from spark_agent import spool_recorded
+from spark_agent import spool_recorded, spool_served
 from spark_agent.errors import RefusedError, SpoolError, SpoolFullError
 from spark_agent.recorded import Stretch
 from spark_agent.spool_file import explained, open_database, transaction
@@ -114,10 +114,17 @@ class Spool:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def add(self, model: ModelShape, session: SessionHistogram, counted: Sequence[Stretch] = ()) -> bool:
+    def add(
+        self,
+        model: ModelShape,
+        session: SessionHistogram,
+        counted: Sequence[Stretch] = (),
+        served: Sequence[bytes] = (),
+    ) -> bool:
         """Keep a session's counts; return once they would survive a power cut.
 
-        ``counted`` says which stretches of a recorded conversation they are of, for :meth:`recorded`.
+        ``counted`` says which stretches of a recorded conversation they are of, for :meth:`recorded`; ``served`` are
+        the marks of a served one, for :meth:`was_served`.
 
         ``False``: the same counts are here already, were uploaded, or were rejected. Raises
         :class:`~spark_schemas.invariants.InvariantError` for counts that cannot be true and
@@ -140,6 +147,7 @@ class Spool:
         content_id = session.content_id(model.fingerprint)
         with self._writing() as connection:
             spool_recorded.note(connection, model.fingerprint, session, content_id, counted)
+            spool_served.note(connection, model.fingerprint, served, content_id)
             if _is_known(connection, content_id):
                 return False
             connection.execute(
@@ -155,6 +163,21 @@ class Spool:
         """Return the stretches of a session's conversations whose counts are here or were uploaded."""
         with self._reading() as connection:
             return spool_recorded.of_session(connection, fingerprint, session_hash, workload)
+
+    def note_open(self, fingerprint: str, marks: Sequence[bytes]) -> None:
+        """Remember a conversation that is being served, of which counts will come."""
+        with self._writing() as connection:
+            spool_served.note_open(connection, fingerprint, marks)
+
+    def forget_open(self, fingerprint: str) -> None:
+        """Forget the conversations of a model whose counts never came, as their agent was killed."""
+        with self._writing() as connection:
+            spool_served.forget_open(connection, fingerprint)
+
+    def was_served(self, fingerprint: str, marks: Sequence[bytes]) -> bool:
+        """Whether a conversation is being served, or its counts are here or were uploaded."""
+        with self._reading() as connection:
+            return spool_served.is_known(connection, fingerprint, marks)
 
     def pending(self, limit: int | None = None) -> list[PendingRow]:
         """Return the waiting rows, oldest first, without their counts."""
@@ -270,7 +293,7 @@ class Spool:
     def purge(self) -> int:
         """Delete every kept histogram, pending and rejected, and return how many; uploaded ids stay known."""
         with self._writing() as connection:
-            spool_recorded.forget(connection, "SELECT content_id FROM sessions UNION SELECT content_id FROM rejected")
+            _forget(connection, "SELECT content_id FROM sessions UNION SELECT content_id FROM rejected")
             count = connection.execute("DELETE FROM sessions").rowcount
             count += connection.execute("DELETE FROM rejected").rowcount
             connection.execute("DELETE FROM models")
@@ -314,13 +337,11 @@ class Spool:
         kept = "(SELECT coalesce(sum(bytes), 0) FROM sessions) + (SELECT coalesce(sum(bytes), 0) FROM rejected)"
         while connection.execute(f"SELECT {kept}").fetchone()[0] > self.max_bytes:
             oldest = "FROM rejected WHERE id = (SELECT min(id) FROM rejected)"
-            spool_recorded.forget(connection, f"SELECT content_id {oldest}")
+            _forget(connection, f"SELECT content_id {oldest}")
             gone = connection.execute(f"DELETE {oldest}").rowcount
             if not gone:
                 row_id, parcel = connection.execute("SELECT id, parcel FROM sessions ORDER BY id LIMIT 1").fetchone()
-                spool_recorded.forget(
-                    connection, "SELECT content_id FROM sessions WHERE id = ? OR parcel = ?", (row_id, parcel)
-                )
+                _forget(connection, "SELECT content_id FROM sessions WHERE id = ? OR parcel = ?", (row_id, parcel))
                 gone = connection.execute("DELETE FROM sessions WHERE id = ? OR parcel = ?", (row_id, parcel)).rowcount
             connection.execute("UPDATE notes SET value = value + ? WHERE name = 'dropped'", (gone,))
 
@@ -352,3 +373,9 @@ def _is_known(connection: sqlite3.Connection, content_id: str) -> bool:
 
 def _note_error(connection: sqlite3.Connection, error: str | None) -> None:
     connection.execute("UPDATE notes SET value = ? WHERE name = 'last_error'", (error,))
+
+
+def _forget(connection: sqlite3.Connection, content_ids: str, values: tuple[object, ...] = ()) -> None:
+    """What the histograms that a query names are of may be counted again."""
+    spool_recorded.forget(connection, content_ids, values)
+    spool_served.forget(connection, content_ids, values)

@@ -19,7 +19,7 @@ from spark_agent.paths import ensure_private_dir
 
 __all__ = ["BUSY_TIMEOUT_S", "SCHEMA_VERSION", "explained", "open_database", "transaction"]
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 BUSY_TIMEOUT_S = 10.0
 _APPLICATION_ID = 0x53504B31  # "SPK1"
 
@@ -38,6 +38,18 @@ _SINCE_VERSION_2 = (
     """,
     "CREATE INDEX recorded_by_session ON recorded (session_hash)",
     "CREATE INDEX recorded_by_content ON recorded (content_id)",
+)
+_SINCE_VERSION_3 = (
+    """
+    CREATE TABLE served (
+        seq INTEGER PRIMARY KEY AUTOINCREMENT,
+        fingerprint TEXT NOT NULL,
+        mark BLOB NOT NULL,
+        content_id TEXT NOT NULL,
+        UNIQUE (mark, fingerprint, content_id)
+    ) STRICT
+    """,
+    "CREATE INDEX served_by_content ON served (content_id)",
     f"PRAGMA user_version = {SCHEMA_VERSION}",
 )
 
@@ -79,6 +91,7 @@ _SCHEMA = (
     "INSERT INTO notes VALUES ('dropped', 0), ('last_error', NULL)",
     f"PRAGMA application_id = {_APPLICATION_ID}",
     *_SINCE_VERSION_2,
+    *_SINCE_VERSION_3,
 )
 
 _NO_ROOM = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE}
@@ -165,12 +178,19 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     connection.execute(f"PRAGMA journal_size_limit = {4 * 2**20}")
     with transaction(connection):
         _check_identity(connection, path)  # Again: another process may have been faster.
-        if connection.execute("PRAGMA application_id").fetchone()[0] == 0:
-            for statement in _SCHEMA:
-                connection.execute(statement)
-        elif connection.execute("PRAGMA user_version").fetchone()[0] == 1:
-            for statement in _SINCE_VERSION_2:
-                connection.execute(statement)
+        for statement in _missing(connection):
+            connection.execute(statement)
+
+
+def _missing(connection: sqlite3.Connection) -> list[str]:
+    """What turns the file into a spool of this version."""
+    application, version = (
+        connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
+    )
+    if application == 0:
+        return list(_SCHEMA)
+    later = ((2, _SINCE_VERSION_2), (3, _SINCE_VERSION_3))
+    return [statement for since, statements in later if version < since for statement in statements]
 
 
 def _check_identity(connection: sqlite3.Connection, path: Path) -> None:

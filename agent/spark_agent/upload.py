@@ -75,6 +75,8 @@ class FlushReport:
     rejected: int
     """Rows moved aside by this flush."""
     last_error: str | None
+    requests: int
+    """Batches that the service was asked to take, whatever came of it; 0 where nothing was due."""
 
 
 def require_permission(
@@ -149,6 +151,7 @@ def flush(
         held_back=len(held_back),
         rejected=delivery.rejected,
         last_error=delivery.last_error,
+        requests=delivery.requests,
     )
 
 
@@ -168,6 +171,7 @@ class _Delivery:
         self.duplicates = 0
         self.rejected = 0
         self.last_error: str | None = None
+        self.requests = 0
         self._refused_alone = 0
         self._takes_measurements = True
         self._spool = spool
@@ -235,6 +239,7 @@ class _Delivery:
         stamina.instrumentation.set_on_retry_hooks([])
         body = batch.body()
         key = idempotency_key(body)
+        self.requests += 1
         compressed = zstandard.ZstdCompressor(level=10).compress(body)
         receipt: UploadReceipt | None = None
         for attempt in stamina.retry_context(

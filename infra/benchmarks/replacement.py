@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from published_routing import Sessions, published
 from real_routing import DATA
 from report import parser_of, report
@@ -29,7 +30,7 @@ from spark_runtime.placement import (
 )
 from spark_runtime.replacement import RecentTraffic, Rules, decide, pool_slots
 from spark_runtime.slot_pool import SlotPool
-from spark_runtime.tier_start import DECAY, PRIOR_TOKENS, LayerStart, TierStart
+from spark_runtime.tier_start import DECAY, PRIOR_TOKENS, LayerStart, TierStart, keeping
 
 How = Literal["never", "prior", "load"]
 """``prior`` changes the scores and leaves the slots as they are, ``load`` also fills them with the new hot set."""
@@ -46,14 +47,9 @@ def start_of(freq: Sequence[FloatArray] | None, sizes: Sequence[LayerSizes], slo
     return TierStart(tuple(layers), DECAY)
 
 
-def keeping(start: TierStart, pool: SlotPool) -> TierStart:
-    """The same priors with what is resident now."""
-    layers = []
-    for layer in start.layers:
-        here = pool.experts(layer.block).slots >= 0
-        order = np.concatenate([np.flatnonzero(here), np.flatnonzero(~here)])
-        layers.append(LayerStart(layer.block, layer.top_k, int(here.sum()), order, layer.prior))
-    return TierStart(tuple(layers), start.decay)
+def resident(start: TierStart, pool: SlotPool) -> list[NDArray[np.int64]]:
+    """Expert ids in slots now, by layer."""
+    return [np.flatnonzero(pool.experts(layer.block).slots >= 0) for layer in start.layers]
 
 
 def replayed(
@@ -91,7 +87,7 @@ def replayed(
         )
         cost = arriving * EXPERT_BYTES if how == "load" else 0
         if decide(traffic, present, candidate, sizes, slots, pools, cost).outcome == "changed":
-            pool.place(start if how == "load" else keeping(start, pool))
+            pool.place(start if how == "load" else keeping(start, resident(start, pool)))
             present, changes = candidate, changes + 1
             copied += arriving if how == "load" else 0
     # A copy between tokens is a copy, too.

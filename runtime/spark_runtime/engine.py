@@ -23,7 +23,7 @@ from spark_runtime.devices import registered_devices
 from spark_runtime.errors import ContextFullError, InstallationError, TierError
 from spark_runtime.gguf_file import read_gguf
 from spark_runtime.grammar import GrammarHost
-from spark_runtime.llama import LlamaContext, LoadOptions, bindings
+from spark_runtime.llama import ComputeOptions, LlamaContext, LoadOptions, bindings
 from spark_runtime.model_shape import shape_of
 from spark_runtime.native_tap import NativeTap, native_library
 from spark_runtime.sampling import Sampler, Sampling
@@ -43,8 +43,8 @@ MAX_DEFAULT_CONTEXT = 8192
 """Models are trained for up to a million tokens; a context nobody asked for should not eat the memory of experts."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions(ComputeOptions):
     """How a model is opened."""
 
     n_ctx: int = 0
@@ -63,18 +63,6 @@ class EngineOptions:
     """Compute through the tiers' proxy device with nothing tiered: what tiers are compared with."""
     devices: int = 0
     """Devices that llama.cpp spreads the blocks over; 0 takes every GPU, or one device over the CPU."""
-    n_ubatch: int = 0
-    """Tokens of a prompt that are computed at once; 0 takes ``n_batch``."""
-    n_seq_max: int = 1
-    """Conversations that the context holds at once, each of ``n_ctx`` tokens."""
-    n_outputs_max: int = 0
-    """Most tokens that decode computes at once, as all their logits are kept; 0 takes ``n_batch``."""
-    repack: bool = True
-    """Let the CPU rearrange weights for faster kernels, which round differently; never where a proxy computes."""
-    mapped: bool = True
-    """Use weights that stay in host memory from the mapped file; else copy them."""
-    cpu_expert_blocks: int = 0
-    """llama.cpp's own ``--n-cpu-moe``: the experts of so many first blocks stay with the CPU. Not with tiers."""
 
 
 class _ContextArguments(TypedDict):
@@ -136,15 +124,7 @@ class Engine:
             n_threads=options.n_threads or len(os.sched_getaffinity(0)),
         )
         on_gpu = resolved.n_gpu_layers != 0 and bool(bindings().llama_supports_gpu_offload())
-        load = LoadOptions(
-            n_gpu_layers=resolved.n_gpu_layers if on_gpu else 0,
-            n_ubatch=resolved.n_ubatch,
-            n_seq_max=resolved.n_seq_max,
-            n_outputs_max=resolved.n_outputs_max,
-            repack=resolved.repack,
-            mapped=resolved.mapped,
-            cpu_expert_blocks=resolved.cpu_expert_blocks,
-        )
+        load = LoadOptions.of(resolved, resolved.n_gpu_layers if on_gpu else 0)
         of_context: _SequenceArguments = {"n_outputs_max": resolved.n_outputs_max, "n_seq_max": resolved.n_seq_max}
         found = [device.address for device in registered_devices() if device.is_card]
         n_devices = resolved.devices or len(found) or 1

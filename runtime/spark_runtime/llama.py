@@ -10,10 +10,10 @@ import ctypes
 import functools
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from spark_runtime.errors import ClosedError, ContextFullError, DecodeError, Uns
 from spark_runtime.ggml import LOG_CALLBACK, complaints, ggml_base
 from spark_runtime.tap import Tap
 
-__all__ = ["LlamaContext", "LoadOptions", "bindings", "context_tokens"]
+__all__ = ["ComputeOptions", "LlamaContext", "LoadOptions", "bindings", "context_tokens"]
 
 _PIECE_BYTES = 256
 _DECODE_NO_SLOT = 1
@@ -47,27 +47,39 @@ def context_tokens(n_ctx: int, n_seq_max: int) -> int:
     return n_ctx if n_seq_max == 1 else (n_ctx + -n_ctx % _CONTEXT_GRAIN) * n_seq_max
 
 
-@dataclass(frozen=True, slots=True)
-class LoadOptions:
-    """Where llama.cpp puts a model, and in what portions it computes."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeOptions:
+    """In what portions a model computes, and what becomes of its weights: what every way of loading one has."""
+
+    n_ubatch: int = 0
+    """Tokens of a prompt that are computed at once, at most ``n_batch``; 0 takes that."""
+    n_seq_max: int = 1
+    """Sequences (conversations) that the context holds at once, each of ``n_ctx`` tokens with their own memory."""
+    n_outputs_max: int = 0
+    """Most logits that one call asks for, which bounds the memory for them; 0 takes ``n_batch``."""
+    repack: bool = True
+    """Let the CPU rearrange weights for faster kernels, which round differently; never where a proxy computes."""
+    mapped: bool = True
+    """Use weights that stay in host memory from the mapped file; else copy them (pinned, beside a GPU)."""
+    cpu_expert_blocks: int = 0
+    """The experts of so many first blocks stay with the CPU: llama.cpp's own ``--n-cpu-moe``. Not with tiers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions(ComputeOptions):
+    """Where llama.cpp puts a model, and how it computes."""
 
     n_gpu_layers: int = 0
     devices: Sequence[int] = ()
     """Addresses of ggml devices to use in place of llama.cpp's choice."""
-    n_ubatch: int = 0
-    """Tokens that are computed at once, at most ``n_batch``; 0 takes that."""
-    n_seq_max: int = 1
-    """Sequences, each with its own context and memory of it."""
-    n_outputs_max: int = 0
-    """Most logits that one call asks for, which bounds the memory for them; 0 takes ``n_batch``."""
-    repack: bool = True
-    """Let the CPU rearrange weights for faster kernels, which round differently."""
-    mapped: bool = True
-    """Use weights that stay in host memory from the mapped file; else copy them (pinned, beside a GPU)."""
-    cpu_expert_blocks: int = 0
-    """The experts of so many first blocks stay with the CPU, as with llama.cpp's own ``--n-cpu-moe``."""
     loaded: Callable[[], None] = lambda: None
     """Called between the model and its context, to take memory before the context does."""
+
+    @classmethod
+    def of(cls, options: ComputeOptions, n_gpu_layers: int) -> Self:
+        """What loads a model so that it computes as ``options`` say."""
+        shared = {field.name: getattr(options, field.name) for field in fields(ComputeOptions)}
+        return cls(n_gpu_layers=n_gpu_layers, **shared)
 
 
 class _BufferOverride(ctypes.Structure):

@@ -241,7 +241,10 @@ class DeviceTier:
 
     @property
     def engine(self) -> str:
-        """``cuda`` when the GPU decides and fetches by itself, ``host`` when the host does."""
+        """``cuda`` when the GPU decides and fetches by itself, ``host`` when the host does.
+
+        ``none`` before the first placement, and after one that failed while the slots were filled.
+        """
         name: bytes = self._library.spark_tier_engine(self._handle)
         return name.decode()
 

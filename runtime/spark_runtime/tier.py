@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from spark_runtime.errors import TierError
 from spark_runtime.native_tier import DeviceTier, TierMemory
-from spark_runtime.tier_start import TierStart
+from spark_runtime.tier_start import TierStart, keeping
 from spark_schemas.ids import Phase
 from spark_schemas.model import ModelShape
 
@@ -19,6 +19,8 @@ __all__ = ["PHASES", "Tier", "TierCounters"]
 IntArray = NDArray[np.int64]
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 """In the native library's numbering."""
+_NO_ENGINE = "none"
+"""What a device calls its engine that failed in the middle of being filled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,8 @@ class Tier:
         """Put experts where ``start`` says, before the first token or between two; the output does not change.
 
         Experts that stay are not copied again; counts and scores go on. Raises :class:`TierError` for a start that is
-        not this model's or makes no sense, or without memory for its slots.
+        not this model's or makes no sense, or without memory for its slots; every device has its experts where they
+        were then. Where even that fails, :attr:`start` is ``None``, and nothing computes before another start is taken.
         """
         blocks = [layer.block for layer in start.layers]
         expected = [layer.block for layer in self.shape.layers]
@@ -90,12 +93,34 @@ class Tier:
             if layer.top_k != mine.top_k:
                 found = f"block {mine.block}: top_k {layer.top_k}"
                 raise TierError(f"{found}, expected {mine.top_k}", "make it for this model")
+        before = self.start
+        resident = None if before is None else self.resident()
         self.start = None
-        for device in self.devices:
-            device.place([layer for layer in start.layers if layer.block in device.blocks], start.decay)
+        for index, device in enumerate(self.devices):
+            try:
+                _place_on(device, start)
+            except TierError as error:
+                if before is not None and resident is not None:
+                    # A device that refuses keeps what it had, unless it failed halfway.
+                    touched = [
+                        one for one in self.devices[: index + 1] if one is not device or one.engine == _NO_ENGINE
+                    ]
+                    self._put_back(touched, keeping(before, resident), error)
+                    self.start = before
+                raise
         self.start = start
 
     replace = place
+
+    @staticmethod
+    def _put_back(devices: Sequence[DeviceTier], before: TierStart, why: TierError) -> None:
+        for device in devices:
+            try:
+                _place_on(device, before)
+            except TierError as error:
+                raise TierError(
+                    f"{why}; and the experts cannot be put back where they were: {error}", "load the model again"
+                ) from why
 
     def set_phase(self, phase: Phase) -> None:
         """What the tokens to come are."""
@@ -169,3 +194,7 @@ class Tier:
     def _read(self) -> None:
         for device in self.devices:
             device.read()
+
+
+def _place_on(device: DeviceTier, start: TierStart) -> None:
+    device.place([layer for layer in start.layers if layer.block in device.blocks], start.decay)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LayerStart",
     "TierStart",
+    "keeping",
     "manifest_frequency",
     "manifest_start",
     "profile_start",
@@ -89,8 +90,6 @@ def profile_start(
     """
     layers = []
     for layer, freq, count in zip(shape.layers, frequency, slots, strict=True):
-        # A layer of which everything is resident has nothing to pin.
-        movable = count - min(2 * layer.top_k, count) if count < layer.n_experts else 0
         layers.append(
             LayerStart(
                 block=layer.block,
@@ -98,7 +97,7 @@ def profile_start(
                 slots=count,
                 order=expert_order(freq),
                 prior=freq * (layer.top_k * prior_tokens),
-                pinned=min(int(pinned_share * count), movable),
+                pinned=min(int(pinned_share * count), _movable(count, layer.n_experts, layer.top_k)),
             )
         )
     return TierStart(tuple(layers), decay)
@@ -127,7 +126,6 @@ def manifest_start(
         scores = np.asarray(layer.prior, dtype=np.float64)
         total = scores.sum()
         freq = scores / total if total else scores
-        movable = layer.slots - min(2 * layer.top_k, layer.slots) if layer.slots < layer.n_experts else 0
         layers.append(
             LayerStart(
                 block=layer.block,
@@ -135,10 +133,34 @@ def manifest_start(
                 slots=layer.slots,
                 order=expert_order(scores),
                 prior=freq * (layer.top_k * prior_tokens),
-                pinned=min(int(pinned_share * layer.slots), movable),
+                pinned=min(int(pinned_share * layer.slots), _movable(layer.slots, layer.n_experts, layer.top_k)),
             )
         )
     return TierStart(tuple(layers), decay)
+
+
+def keeping(start: TierStart, resident: Sequence[IntArray]) -> TierStart:
+    """The same priors with exactly what is resident now, hottest first: nothing is copied when it is placed.
+
+    ``resident`` are the expert ids in slots, one array per MoE layer. As many stay pinned as ``start`` says, the
+    hottest of those that are resident, and no more than leave ``2 * top_k`` slots to the rest.
+    """
+    layers = []
+    for layer, here in zip(start.layers, resident, strict=True):
+        is_here = np.zeros(len(layer.order), dtype=bool)
+        is_here[here] = True
+        order = np.concatenate([layer.order[is_here[layer.order]], layer.order[~is_here[layer.order]]])
+        pinned = min(layer.pinned, _movable(len(here), len(order), layer.top_k))
+        layers.append(LayerStart(layer.block, layer.top_k, len(here), order, layer.prior, pinned))
+    return TierStart(tuple(layers), start.decay)
+
+
+def _movable(slots: int, n_experts: int, top_k: int) -> int:
+    """Slots of a layer beyond those that experts must be able to move through: so many may be pinned.
+
+    A layer of which everything is resident has nothing to pin.
+    """
+    return slots - min(2 * top_k, slots) if slots < n_experts else 0
 
 
 def slots_start(shape: ModelShape, slots: Sequence[int], *, decay: float = DECAY) -> TierStart:

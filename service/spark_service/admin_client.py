@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Self, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
 import httpx
 from pydantic import BaseModel, ValidationError
@@ -11,9 +12,10 @@ from pydantic import BaseModel, ValidationError
 from spark_schemas.api import API_PREFIX, PROBLEM_MEDIA_TYPE, Problem
 from spark_schemas.drift import DriftList
 from spark_schemas.ids import Count, SessionHash
+from spark_schemas.local_address import is_loopback
+from spark_schemas.manifest_api import Pin, PinRequest, ServedHistory
 from spark_service import env
 from spark_service.errors import RefusedError, ServiceCallError, UsageError
-from spark_service.settings import is_loopback
 
 __all__ = ["AdminClient"]
 
@@ -32,26 +34,26 @@ class _Removed(BaseModel):
 class AdminClient:
     """Calls to one service with the token of the environment. Every call raises :class:`ServiceCallError`."""
 
-    def __init__(self, base_url: str) -> None:
+    def __init__(self, base_url: str, *, token_needed: bool = True) -> None:
         """Take the address; nothing is sent yet.
 
-        Raises :class:`UsageError` for what is no address and :class:`RefusedError` without a token, or where it would
-        travel unencrypted.
+        What an open service answers needs no token. Raises :class:`UsageError` for what is no address and
+        :class:`RefusedError` without a token that is needed, or where one would travel unencrypted.
         """
         self._base_url = _checked(base_url)
         token = env.TOKEN.read()
-        if token is None:
+        if token is None and token_needed:
             raise RefusedError(
                 f"not asking {self._base_url}: found no {env.TOKEN.name}, expected an admin token in it",
                 f"set {env.TOKEN.name}, or stop the service and leave out --service",
             )
         local = is_loopback(urlsplit(self._base_url).hostname or "")
-        if urlsplit(self._base_url).scheme != "https" and not local:
+        if token is not None and urlsplit(self._base_url).scheme != "https" and not local:
             raise RefusedError(
                 f"the token would travel unencrypted to {self._base_url}", "use an https:// address or a loopback one"
             )
         self._client = httpx.Client(
-            headers={"Authorization": f"Bearer {token}", "Accept-Encoding": "identity"},
+            headers={"Accept-Encoding": "identity", **({} if token is None else {"Authorization": f"Bearer {token}"})},
             follow_redirects=False,
             # A proxy has no business between this machine and itself.
             trust_env=not local,
@@ -78,6 +80,20 @@ class AdminClient:
     def drift(self) -> DriftList:
         """What is known of every workload's traffic."""
         return self._call("GET", "/drift", DriftList)
+
+    def manifest_history(self, fingerprint: str, workload: str, query: Mapping[str, str | int]) -> ServedHistory:
+        """What was served for a question, the latest first; ``query`` has its phase, budget, context and reserve."""
+        path = f"/manifests/{quote(fingerprint, safe='')}/{quote(workload, safe='')}/history"
+        return self._call("GET", f"{path}?{urlencode(query)}", ServedHistory)
+
+    def pin_manifest(self, fingerprint: str, workload: str, phase: str, revision: str) -> Pin:
+        """Have a profile revision served, whatever is newer."""
+        body = PinRequest.model_construct(revision=revision)  # the service says what is wrong with it
+        return self.post(_pin_path(fingerprint, workload, phase), body, Pin)
+
+    def unpin_manifest(self, fingerprint: str, workload: str, phase: str) -> Pin:
+        """Have the newest served again."""
+        return self.delete(_pin_path(fingerprint, workload, phase), Pin)
 
     def delete_session(self, session_hash: str) -> int:
         """Delete a session; return the number of parts removed."""
@@ -131,6 +147,11 @@ class AdminClient:
         return ServiceCallError(
             f"{self._base_url} does not answer as a calibration service: found {found}", "correct --service"
         )
+
+
+def _pin_path(fingerprint: str, workload: str, phase: str) -> str:
+    path = f"/manifests/{quote(fingerprint, safe='')}/{quote(workload, safe='')}/pin"
+    return f"{path}?{urlencode({'phase': phase})}"
 
 
 def _checked(text: str) -> str:

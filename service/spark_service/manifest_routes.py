@@ -19,7 +19,7 @@ from spark_schemas.manifest_api import NearestWorkloads, Pin, PinRequest, Served
 from spark_schemas.manifest_diff import ManifestDiff
 from spark_schemas.mix import MIX_EXPECTED, MIX_PATTERN, Mix, MixError
 from spark_schemas.profile import Profile
-from spark_schemas.signature import PINNED_HEADER, SIGNATURE_HEADER, SigningKeyInfo
+from spark_schemas.signature import PINNED_HEADER, PINNED_SIGNATURE_HEADER, SIGNATURE_HEADER, SigningKeyInfo
 from spark_service.answers import Answer, AnswerCache
 from spark_service.catalog import Catalog
 from spark_service.db.history import Question
@@ -140,6 +140,12 @@ _SIGNED: dict[int | str, dict[str, Any]] = {
             },
             PINNED_HEADER: {
                 "description": "Present while an administrator has this profile revision served.",
+                "schema": {"type": "string"},
+            },
+            PINNED_SIGNATURE_HEADER: {
+                "description": "ed25519;keyid=ID;day=YYYY-MM-DD;sig=BASE64, beside the former: over the lines "
+                "spark-pin-v1, fingerprint, workload, phase, revision and the UTC day, each ended by a newline. "
+                "A pin lets an older revision pass, so do not believe one that is not signed, or two days old.",
                 "schema": {"type": "string"},
             },
         }

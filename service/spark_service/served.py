@@ -6,6 +6,7 @@ that window gives now, whatever is pinned, and is not recorded.
 
 from __future__ import annotations
 
+import datetime as dt
 import logging
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from spark_schemas.manifest import PRIOR_SCALE, PlacementManifest
 from spark_schemas.manifest_diff import ManifestDiff, diff_manifests
 from spark_schemas.model import ModelShape
 from spark_schemas.profile import LayerFrequencies, Profile
-from spark_schemas.signature import PINNED_HEADER, SIGNATURE_HEADER
+from spark_schemas.signature import PINNED_HEADER, PINNED_SIGNATURE_HEADER, SIGNATURE_HEADER, PinSignature, pin_message
 from spark_service.answers import ENTRY_BYTES, Answer, ByteCache
 from spark_service.catalog import Catalog
 from spark_service.db.history import ManifestHistory, Question, Served
@@ -74,7 +75,15 @@ class ServedManifests:
         headers = {SIGNATURE_HEADER: self._signer.sign(body.content).header()}
         if body.pinned is not None:
             headers[PINNED_HEADER] = body.pinned
+            headers[PINNED_SIGNATURE_HEADER] = self._pin_signature(question, body.pinned).header()
         return Answer.of(body.content, **headers)
+
+    def _pin_signature(self, question: Question, revision: str) -> PinSignature:
+        # An answer is kept ready for a minute; who reads it allows for a day.
+        day = dt.datetime.now(dt.UTC).date()
+        said = pin_message(question.fingerprint, question.workload, question.phase, revision, day)
+        signature = self._signer.sign(said)
+        return PinSignature(signature.key_id, day, signature.value)
 
     def served(self, question: Question) -> list[Served]:
         """What was served for a question, the latest first; raises :class:`RequestError` (404) where nothing was."""

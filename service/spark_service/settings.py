@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import ipaddress
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from spark_schemas.local_address import is_loopback
 from spark_service import env
 from spark_service.errors import DataDirError, RefusedError
 from spark_service.rate_limit import Rate, Rates
 
-__all__ = ["DATABASE_NAME", "Settings", "default_data_dir", "is_loopback"]
+__all__ = ["DATABASE_NAME", "Settings", "default_data_dir"]
 
 DATABASE_NAME = "service.duckdb"
 
@@ -130,13 +130,3 @@ def default_data_dir() -> Path:
     import platformdirs
 
     return Path(platformdirs.user_data_dir("spark")) / "service"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address; names other than ``localhost`` do not count as such."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

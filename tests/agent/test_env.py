@@ -38,6 +38,8 @@ def test_every_value_is_read():
             "NO_COLOR": "0",
             "SPARKMOE_SIGNING_KEY": KEY,
             "SPARKMOE_API_KEY": "key_1",
+            "SPARKMOE_API_KEY_FILE": "/run/secrets/key",
+            "SPARKMOE_REPLACEMENT": "watch",
         }
     )
     assert found == Environment(
@@ -55,6 +57,8 @@ def test_every_value_is_read():
         True,
         KEY,
         "key_1",
+        "/run/secrets/key",
+        "watch",
     )
     assert "spk_1" not in repr(found)
     assert "key_1" not in repr(found)

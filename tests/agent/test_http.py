@@ -55,10 +55,10 @@ def test_a_manifest_and_its_etag(service, client, make_reply, make_manifest):
     service.answers[MANIFEST_PATH] = make_reply(200, manifest.model_dump_json().encode(), headers)
     found = client.manifest(FINGERPRINT, "chat", **ASKED)
     assert found == ManifestAnswer(manifest, manifest.model_dump_json().encode(), '"v1"', None, None)
-    signed = {"Spark-Signature": "a signature", "Spark-Pinned": "a revision"}
+    signed = {"Spark-Signature": "a signature", "Spark-Pinned": "a revision", "Spark-Pinned-Signature": "its"}
     service.answers[MANIFEST_PATH] = make_reply(304, headers=signed)
     unchanged = client.manifest(FINGERPRINT, "chat", **ASKED, etag=found.etag)
-    assert unchanged == ManifestAnswer(None, b"", '"v1"', "a signature", "a revision")
+    assert unchanged == ManifestAnswer(None, b"", '"v1"', "a signature", "a revision", "its")
     first, second = service.requests
     assert first.path == f"{MANIFEST_PATH}?vram_bytes=1000&n_ctx=64&reserve_bytes=7&phase=decode"
     assert "if-none-match" not in first.headers

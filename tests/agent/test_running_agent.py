@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from spark_agent.addresses import base_url_of
 from spark_agent.errors import SparkError
-from spark_agent.running_agent import AgentInfo, ask_agent, base_url_of
+from spark_agent.running_agent import AgentInfo, ask_agent
 
 HEALTH = b'{"status": "ok", "fingerprint": "mf1-x"}'
 MODELS = b'{"data": [{"id": "nano", "meta": {"n_ctx": 4096}}, {"id": "gpt"}, 5]}'

@@ -173,20 +173,24 @@ def test_a_database_of_something_else_is_left_alone(tmp_path: Path):
 
 def test_a_newer_schema_is_refused(spool: Spool):
     alter(spool.path, f"PRAGMA user_version = {SCHEMA_VERSION + 6}")
-    with pytest.raises(SpoolError, match="schema version 8, expected at most 2"):
+    with pytest.raises(SpoolError, match="schema version 9, expected at most 3"):
         Spool.open(spool.path)
 
 
-def test_a_spool_of_version_1_goes_on(spool: Spool, make_model, make_session):
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_spool_of_an_earlier_version_goes_on(spool: Spool, make_model, make_session, version: int):
     model = make_model()
     assert spool.add(model, make_session(model, 1))
-    alter(spool.path, "DROP TABLE recorded")
-    alter(spool.path, "PRAGMA user_version = 1")
+    alter(spool.path, "DROP TABLE served")
+    if version == 1:
+        alter(spool.path, "DROP TABLE recorded")
+    alter(spool.path, f"PRAGMA user_version = {version}")
     spool.close()
     for _ in range(2):
         with Spool.open(spool.path) as opened:
             assert opened.stats().pending == 1
             assert opened.recorded(model.fingerprint, "a" * 64, "chat") == []
+            assert not opened.was_served(model.fingerprint, [b"mark"])
     with Spool.open(spool.path) as opened:
         assert not opened.add(model, make_session(model, 1), stretches(bytes(32), [1, 2], [(0, 2)]))
         assert len(opened.recorded(model.fingerprint, make_session(model, 1).session_hash, "chat")) == 1

@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 
+# The tests' helpers lie here.
+sys.path.append(str(Path(__file__).resolve().parent))
+
 STOP_S = 20.0
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import http.client
-import http.server
 import json
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+from between import Between, Change, standing_between
 
 from spark_agent.manifests import load_manifest
 from spark_runtime.model_shape import read_model_shape
@@ -77,49 +75,11 @@ def serving(machine, shape: ModelShape, tmp_path: Path) -> Iterator[tuple[str, P
         yield started["base_url"], data
 
 
-Change = Callable[[str, dict[str, str], bytes], tuple[dict[str, str], bytes]]
-
-
-class Between:
-    """Someone between agent and service who may change answers."""
-
-    def __init__(self, target: str) -> None:
-        self.target = target.removeprefix("http://")
-        self.change: Change = lambda path, headers, body: (headers, body)
-        between = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                upstream = http.client.HTTPConnection(between.target, timeout=30)
-                kept = {name: value for name, value in self.headers.items() if name.lower() == "if-none-match"}
-                upstream.request("GET", self.path, headers=kept)
-                answer = upstream.getresponse()
-                headers = {name.lower(): value for name, value in answer.getheaders()}
-                headers, body = between.change(self.path, headers, answer.read())
-                upstream.close()
-                self.send_response(answer.status)
-                for name, value in (headers | {"content-length": str(len(body))}).items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-                pass
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-
-
 @pytest.fixture
 def between(serving, machine) -> Iterator[Between]:
-    made = Between(serving[0])
-    thread = threading.Thread(target=made.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    machine.environment["SPARKMOE_SERVICE_URL"] = made.url
-    yield made
-    made.server.shutdown()
-    made.server.server_close()
-    thread.join()
+    with standing_between(serving[0]) as made:
+        machine.environment["SPARKMOE_SERVICE_URL"] = made.url
+        yield made
 
 
 def refused(done: Any, *words: str) -> None:

@@ -262,6 +262,76 @@ def test_two_devices_compute_what_they_compute_with_everything_resident(model: P
     assert len(set(found.values())) == 1, found
 
 
+def test_a_start_that_the_second_device_refuses_leaves_both_as_they_were(model: Path, expected: str) -> None:
+    """The first device takes it, the native call of the second one fails: block 2 is there, and has too few slots."""
+    start = uniform_start(read_model_shape(model), 0.4)
+    with load(model, devices=2) as engine:
+        assert engine.tier is not None
+        placed: list[list[int]] = []
+
+        def between() -> None:
+            assert engine.tier is not None
+            before = [layer.tolist() for layer in engine.tier.resident()]
+            turned = replace(start, layers=tuple(replace(layer, order=layer.order[::-1]) for layer in start.layers))
+            with pytest.raises(TierError, match="7 slots, expected at least"):
+                engine.place(changed(turned, slots=7))
+            assert [layer.tolist() for layer in engine.tier.resident()] == before
+            assert engine.tier.start is not None
+            assert engine.tier.start.layers[0].slots == start.layers[0].slots, "the start before counts on"
+            placed.append(before[0])
+
+        assert digest(engine, between=between) == expected
+        assert len(placed) == 24
+        assert len({tuple(layer) for layer in placed}) > 1, "experts move on"
+        other = replace(start, decay=0.5)
+        engine.place(other)
+        assert engine.tier.start is other
+
+
+def test_a_device_that_fails_halfway_is_filled_again(model: Path, expected: str, monkeypatch: Any) -> None:
+    start = uniform_start(read_model_shape(model), 0.4)
+    with load(model, devices=2) as engine:
+        assert engine.tier is not None
+        before, second = engine.tier.start, engine.tier.devices[1]
+        place, calls = type(second).place, []
+
+        def failing(device: Any, layers: Any, decay: float) -> None:
+            place(device, layers, decay)
+            calls.append(device)
+            if len(calls) == 2:
+                raise TierError("the device is lost")
+
+        monkeypatch.setattr(type(second), "place", failing)
+        monkeypatch.setattr(type(second), "engine", property(lambda device: "none" if device is second else "host"))
+        with pytest.raises(TierError, match="the device is lost"):
+            engine.tier.place(replace(start, decay=0.5))
+        assert calls == [engine.tier.devices[0], second, engine.tier.devices[0], second]
+        assert engine.tier.start is before
+        assert digest(engine) == expected
+
+
+def test_devices_that_cannot_be_filled_again_say_both_reasons(model: Path, monkeypatch: Any) -> None:
+    start = uniform_start(read_model_shape(model), 0.4)
+    with load(model, devices=2) as engine:
+        assert engine.tier is not None
+        place = type(engine.tier.devices[0]).place
+        left = [1]
+
+        def failing(device: Any, layers: Any, decay: float) -> None:
+            if not left:
+                raise TierError("no memory at all")
+            left.pop()
+            place(device, layers, decay)
+
+        monkeypatch.setattr(type(engine.tier.devices[0]), "place", failing)
+        with pytest.raises(
+            TierError, match=r"no memory at all; and the experts cannot be put back.*no memory"
+        ) as found:
+            engine.tier.place(start)
+        assert found.value.hint == "load the model again"
+        assert engine.tier.start is None
+
+
 def test_more_devices_than_there_are(model: Path) -> None:
     count = len(proxy_devices(2))
     with pytest.raises(TierError, match=f"{count + 1} devices, but this machine has {count}"):

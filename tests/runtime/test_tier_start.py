@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spark_runtime.slot_pool import SlotPool
-from spark_runtime.tier_start import manifest_start, profile_start, slots_start, uniform_start
+from spark_runtime.tier_start import keeping, manifest_start, profile_start, slots_start, uniform_start
 from spark_schemas.model import ModelShape
 
 LARGER = {"n_experts": 32, "top_k": 4}
@@ -23,6 +23,27 @@ def shape(toy_shape: ModelShape) -> ModelShape:
     """32 experts, top-4, in block 1; 5, top-1, in block 2."""
     first, second = toy_shape.layers
     return toy_shape.model_copy(update={"layers": (first.model_copy(update=LARGER), second)})
+
+
+@given(data=st.data())
+def test_keeping_what_is_resident_keeps_the_share_that_is_pinned(data: st.DataObject) -> None:
+    shape = cast(ModelShape, SimpleNamespace(layers=[SimpleNamespace(block=1, **LARGER)]))
+    slots = data.draw(st.integers(8, 32))
+    freq = np.random.default_rng(data.draw(st.integers(0, 9))).dirichlet(np.ones(32))
+    start = profile_start(shape, [freq], [slots], pinned_share=data.draw(st.floats(0.0, 1.0)))
+    here = np.array(sorted(data.draw(st.sets(st.integers(0, 31), min_size=slots, max_size=slots))))
+    (kept,) = keeping(start, [here]).layers
+    assert kept.pinned == start.layers[0].pinned
+    assert sorted(kept.order[: kept.slots].tolist()) == here.tolist(), "nothing is copied"
+    ranks = kept.prior[kept.order[: kept.slots]]
+    assert (np.diff(ranks) <= 0).all(), "the hottest of them are pinned"
+    SlotPool(keeping(start, [here]))
+
+
+def test_slots_that_moved_away_leave_fewer_to_pin(shape: ModelShape) -> None:
+    start = profile_start(shape, [np.full(32, 1 / 32), np.full(5, 1 / 5)], [20, 5], pinned_share=0.5)
+    assert [layer.pinned for layer in start.layers] == [10, 0]
+    assert [layer.pinned for layer in keeping(start, [np.arange(12), np.arange(5)]).layers] == [4, 0]
 
 
 @pytest.mark.parametrize("residency", [0.0, 0.31, 0.6, 1.0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import datetime as dt
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from spark_schemas.manifest import PlacementManifest
 from spark_schemas.manifest_api import NearestWorkloads, Pin, ServedHistory
 from spark_schemas.manifest_diff import ManifestDiff, diff_manifests
 from spark_schemas.profile import Profile
-from spark_schemas.signature import Signature, SigningKeyInfo
+from spark_schemas.signature import PinSignature, Signature, SigningKeyInfo, pin_message
 from spark_service.app import create_app
 from spark_service.db.history import ManifestHistory
 from spark_service.db.store import Store
@@ -194,10 +195,17 @@ def test_rollback(filled: TestClient, path: str, pin_path: str, add: Any) -> Non
         back = filled.get(path, params=BUDGET)
         assert (back.content, back.headers["spark-pinned"]) == (first.content, revision)
         verified(filled, back)
+        said = PinSignature.parse(back.headers["spark-pinned-signature"])
+        manifest = PlacementManifest.model_validate_json(back.content)
+        message = pin_message(manifest.fingerprint, manifest.workload, "decode", revision, said.day)
+        key = SigningKeyInfo.model_validate_json(filled.get("/api/v1/signing-key").content)
+        assert (said.key_id, abs((said.day - dt.datetime.now(dt.UTC).date()).days) <= 1) == (key.key_id, True)
+        Ed25519PublicKey.from_public_bytes(base64.b64decode(key.key)).verify(said.value, message)
     add()
     assert filled.get(path, params=BUDGET).content == first.content, "whatever is newer"
     unchanged = filled.get(path, params=BUDGET, headers={"If-None-Match": first.headers["etag"]})
     assert (unchanged.status_code, unchanged.headers["spark-pinned"]) == (304, revision)
+    assert PinSignature.parse(unchanged.headers["spark-pinned-signature"]).key_id == said.key_id
     assert filled.get(f"{path}/history", params=BUDGET).json()["pinned"] == revision
     # The profile itself stays the newest.
     profile = filled.get(path.replace("manifests", "profiles"))

@@ -34,7 +34,7 @@ def doctor_command(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Check this machine: versions, native code, tiers, memory, model, spool, service, consent, port.
+    """Check this machine: versions, native code, tiers, memory, model, spool, service, consent, running agents, port.
 
     Exit code 1 if something must be mended.
     """
@@ -55,6 +55,7 @@ def doctor_command(
         _run("spool", "fail", lambda: _spool(context)),
         *_service(context),
         _consent(context),
+        _run("agents", "warn", machine_checks.agents_line),
         _run("port", "warn", lambda: machine_checks.port_line(context.environment.host, context.environment.port)),
     ]
     context.output.result({"checks": [asdict(check) for check in checks]}, "\n".join(map(_line, checks)))

@@ -6,15 +6,20 @@ import os
 import shlex
 import shutil
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from spark_agent.addresses import base_url_of, is_own_address, reachable
+from spark_agent.api_key import named_api_key, shown_api_key
 from spark_agent.context import AgentContext
 from spark_agent.errors import SparkError
 from spark_agent.launch import TOOLS, Endpoint, Launch, launch_of
+from spark_agent.paths import api_key_path
 from spark_agent.running import RunningAgents
-from spark_agent.running_agent import ask_agent, base_url_of
+from spark_agent.running_agent import ask_agent
+from spark_schemas.local_address import is_loopback
 
 if TYPE_CHECKING:
     from spark_agent.running_agent import AgentInfo
@@ -23,7 +28,6 @@ __all__ = ["launch_command"]
 
 _NO_KEY = "spark"
 """An agent on loopback asks for no key, but tools want one."""
-_KEY_SHOWN = "$SPARKMOE_API_KEY"
 
 
 def launch_command(
@@ -32,6 +36,12 @@ def launch_command(
     host: Annotated[str | None, typer.Option(help="Where the agent listens.")] = None,
     port: Annotated[int | None, typer.Option("--port", "-p", min=1, max=65535, help="The agent's port.")] = None,
     model: Annotated[str | None, typer.Option(help="Name of the model; left out: what the agent serves.")] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of the agent's key; left out: SPARKMOE_API_KEY, else what agents here were started with."
+        ),
+    ] = None,
     keep: Annotated[
         list[str] | None, typer.Option(help="Variable to leave in the tool's environment; may be repeated.")
     ] = None,
@@ -49,8 +59,7 @@ def launch_command(
     environment = context.environment
     where = host or environment.host, port or environment.port
     address = base_url_of(*where)
-    registered = RunningAgents.of_this_machine().listening_on(*where)
-    key = None if registered is None else registered.token
+    key = _key_of(context, api_key_file, *where)
     found = ask_agent(address, key)
     chosen, served = TOOLS[tool], _model_of(found, model)
 
@@ -60,7 +69,8 @@ def launch_command(
 
     if dry_run:
         # A secret is named, never shown.
-        shown = launched(_KEY_SHOWN if key else _NO_KEY)
+        shown_key = _shown_key(key, api_key_file)
+        shown = launched(shown_key)
         value = {
             "tool": tool,
             "command": list(shown.arguments),
@@ -70,7 +80,7 @@ def launch_command(
             "model": served,
             "installed": shutil.which(chosen.program) is not None,
         }
-        context.output.result(value, _script(shown))
+        context.output.result(value, _script(shown, shown_key))
         return
     launch = launched(key or _NO_KEY)
     program = shutil.which(chosen.program)
@@ -86,6 +96,28 @@ def launch_command(
         raise SparkError(f"cannot run {program}: {error.strerror}", chosen.install) from error
 
 
+def _key_of(context: AgentContext, file: Path | None, host: str, port: int) -> str | None:
+    """What the agent at an address asks for, as far as it is known here."""
+    registered = RunningAgents.of_this_machine().listening_on(host, port)
+    if file is None and registered is not None:
+        return registered.token
+    named = named_api_key(context.environment, file)
+    if named is not None:
+        return named.value
+    own = api_key_path()
+    # What agents of this machine were started with is nobody else's to see.
+    if not own.exists() or is_loopback(host) or not is_own_address(reachable(host)):
+        return None
+    kept = named_api_key(context.environment, own)
+    return None if kept is None else kept.value
+
+
+def _shown_key(key: str | None, file: Path | None) -> str:
+    if key is None:
+        return _NO_KEY
+    return f"$(cat {shlex.quote(str(file))})" if file is not None else shown_api_key(key)
+
+
 def _model_of(found: AgentInfo, asked: str | None) -> str:
     if asked is not None and asked not in found.models:
         raise SparkError(
@@ -94,9 +126,9 @@ def _model_of(found: AgentInfo, asked: str | None) -> str:
     return asked or found.models[0]
 
 
-def _script(launch: Launch) -> str:
+def _script(launch: Launch, shown_key: str) -> str:
     """The same as a person would type it."""
     lines = [f"unset {' '.join(launch.removed)}"] if launch.removed else []
     for name, value in launch.environment.items():
-        lines.append(f"export {name}=" + (f'"{value}"' if value == _KEY_SHOWN else shlex.quote(value)))
+        lines.append(f"export {name}=" + (f'"{value}"' if value == shown_key else shlex.quote(value)))
     return "\n".join([*lines, shlex.join(launch.arguments)])

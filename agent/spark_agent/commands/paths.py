@@ -17,9 +17,11 @@ def paths_command(json: Annotated[bool, typer.Option("--json", help="Print one J
     context = AgentContext.create(json_mode=json)
     found = {
         "config": paths.config_path(),
+        "workload_rules": paths.workload_rules_path(),
         "state": paths.state_dir(),
         "spool": paths.spool_path(),
         "session_key": paths.local_key_path(),
+        "api_key": paths.api_key_path(),
         "service_keys": paths.service_keys_dir(),
         "data": paths.data_dir(),
         "manifests": paths.manifests_dir(),

@@ -59,7 +59,8 @@ def _tell(output: Output, asked: Asked) -> None:
     found = _part(asked.stats, "suggestion")
     if found:
         output.info(
-            f"{asked.agent.base_url}: unlabelled requests look like {found.get('workload')}: its profile misses "
+            f"{asked.agent.base_url}: unlabelled requests look like {found.get('workload')}: "
+            f"{'the profile of your own sessions of it' if found.get('source') == 'local' else 'its profile'} misses "
             f"{_percent(found.get('cold_hit_rate'))} of the latest session at 60% resident, and no placement less "
             f"than {_percent(found.get('best_cold_hit_rate'))}"
         )

@@ -35,6 +35,7 @@ class _Report:
     tokens_new: int = 0
     known: int = 0
     grown: int = 0
+    served: int = 0
     skipped: list[dict[str, str]] = field(default_factory=list)
     workloads: dict[str, int] = field(default_factory=dict)
 
@@ -66,6 +67,12 @@ def record_command(
     trace_limit: Annotated[
         str, typer.Option(help="Most that the folder of traces may take; the oldest files leave.")
     ] = "1G",
+    include_served: Annotated[
+        bool,
+        typer.Option(
+            "--include-served", help="Count conversations, too, that an agent here counted when it served them."
+        ),
+    ] = False,
     max_tokens: Annotated[int, typer.Option(min=0, help="Most tokens of each session; 0: all.")] = 0,
     ctx: Annotated[int, typer.Option(min=0, help="Context, tokens; 0: as trained, at most 8192.")] = 0,
     threads: Annotated[
@@ -93,12 +100,18 @@ def record_command(
             ctx=ctx,
             threads=threads,
             demo=demo,
+            include_served=include_served,
         )
     except KeyboardInterrupt:
         context.output.info(f"kept in the spool: {counted(report.sessions, 'session')}")
         raise
     _warn_about(context, report)
-    if not report.sessions:
+    if report.served:
+        context.output.info(
+            f"{counted(report.served, 'session')} that an agent served here, which counted them then: not counted again"
+        )
+        context.output.hint("if it served only a part of them: --include-served, which counts that part twice")
+    if not report.sessions and not report.served:
         found = "see the reasons above" if report.skipped else f"found no files in {sessions}"
         raise SparkError("no session could be recorded", f"{found}; --sessions takes a file or a folder")
     summary = ", ".join(f"{count} {name}" for name, count in sorted(report.workloads.items()))
@@ -112,6 +125,7 @@ def record_command(
             "grown": report.grown,
             "skipped": report.skipped,
             "workloads": report.workloads,
+            "served": report.served,
         },
         f"recorded {counted(report.sessions, 'session')} ({summary}): {report.tokens_prefill} prefill and "
         f"{report.tokens_decode} decode tokens; {report.known} were known already, of {report.grown} a part",
@@ -156,9 +170,11 @@ def _record(
     ctx: int,
     threads: int,
     demo: bool,
+    include_served: bool,
 ) -> None:
     from spark_agent.recorded import missing, stretches
     from spark_agent.recording import DECODE_BATCH, record, segments_of, tokens_of
+    from spark_agent.served import marks_of_transcript
     from spark_agent.traces import SessionTrace, TraceFolder
     from spark_runtime.chat import ChatFormat
     from spark_runtime.engine import Engine, context_for
@@ -190,6 +206,13 @@ def _record(
             if isinstance(item, Skipped):
                 report.skipped.append({"source": str(item.source), "reason": item.reason})
                 continue
+            was_served = not (demo or include_served) and spool.was_served(
+                engine.shape.fingerprint, marks_of_transcript(key, item)
+            )
+            report.served += was_served
+            if was_served and traces is None:
+                advance(1)
+                continue
             segments = segments_of(engine, chat, item, max_tokens)
             tokens = tokens_of(segments)
             if not tokens:
@@ -202,6 +225,8 @@ def _record(
                 counts = record(engine, segments, keep_trace=True, before_step=check_interrupt)
                 decode, ids = counts.token_trace()
                 traces.add(SessionTrace(hashed, workload, ids, decode))
+            if was_served:
+                left = []
             if left and (traces is None or not is_new):
                 counts = record(engine, segments, only=left, before_step=check_interrupt)
             histogram = counts.to_histogram(hashed, workload) if left else None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from spark_agent.addresses import listening_address
 from spark_agent.chosen_placement import ChosenPlacement, choose_placement
 from spark_agent.consent import ask_once
 from spark_agent.context import AgentContext, warn_about_counting
@@ -30,6 +31,8 @@ from spark_agent.workload_name import UNLABELLED, check_workload_name
 from spark_schemas.mix import Mix
 
 if TYPE_CHECKING:
+    from spark_agent.api_key import ApiKey
+    from spark_agent.env import Replacement
     from spark_runtime.engine import Engine
     from spark_runtime.gguf_file import GgufModel
     from spark_runtime.tier_plan import TierPlan
@@ -53,8 +56,20 @@ def run_command(
         str | None,
         typer.Option(help="Workload that served sessions are counted under; the manifest's, else unlabelled."),
     ] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    workload_rules: Annotated[
+        Path | None,
+        typer.Option(
+            help="Rules that give requests a workload; left out: workloads.toml of the config folder, if any."
+        ),
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on; beyond loopback requests need a key (--api-key-file).")
+    ] = None,
     port: Annotated[int | None, typer.Option("--port", "-p", min=0, max=65535, help="Port; 0: any free one.")] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(help="File of the key that requests must bear; left out: none on loopback, else one is made."),
+    ] = None,
     ctx: Annotated[
         int, typer.Option(min=0, help="Context, tokens; 0: the manifest's, else the longest that costs little.")
     ] = 0,
@@ -85,6 +100,13 @@ def run_command(
         float,
         typer.Option(min=0.0, max=1.0, help="Share of the slots that hold the manifest's hottest experts for good."),
     ] = 0.0,
+    replacement: Annotated[
+        Literal["auto", "on", "watch", "off"] | None,
+        typer.Option(
+            help="Recent traffic moves which experts are kept: auto, where no team's manifest is in force; on, always; "
+            "watch, only told; off."
+        ),
+    ] = None,
     no_profile: Annotated[
         bool, typer.Option("--no-profile", help="Start cold: by no pulled profile and none of this machine's own.")
     ] = False,
@@ -93,12 +115,14 @@ def run_command(
     json: Annotated[bool, typer.Option("--json", help="Print the start-up object as JSON.")] = False,
 ) -> None:
     """Serve a model's OpenAI-compatible API on this machine and count its routing."""
+    from spark_agent.server.workload_rules import rules_path
     from spark_runtime.gguf_file import read_gguf
     from spark_runtime.model_shape import shape_of
 
     context = AgentContext.create(json_mode=json)
     if workload is not None:
         check_workload_name(workload)
+    rules = rules_path(workload_rules, context.environment)
     path = context.model_path(model)
     file = read_gguf(path)
     shape = shape_of(file)
@@ -125,12 +149,19 @@ def run_command(
         planned = make_run_plan(file, shape, tiers, chosen, ctx, always=True)
         _show_plan(context, path, shape, planned, chosen)
         return
-    address = host if host is not None else context.environment.host
+    serving = _Serving(
+        host if host is not None else context.environment.host,
+        context.environment.port if port is None else port,
+        api_key_file,
+        rules,
+        replacement or context.environment.replacement,
+        tuple(alias or ()),
+    )
     context = ask_once(context)
     _serve(
         context,
-        _Load(path, file, shape, tiers, chosen, ctx, threads, tuple(alias or ())),
-        (address, context.environment.port if port is None else port),
+        _Load(path, file, shape, tiers, chosen, ctx, threads),
+        serving,
         workload or (chosen.imported.workload if chosen.imported is not None else _workload_of(placement)),
     )
 
@@ -152,19 +183,48 @@ class _Load:
     ctx: int
     """Context asked for, tokens; 0: nobody says."""
     threads: int
-    aliases: tuple[str, ...]
 
     @property
     def placement(self) -> PlacementManifest | None:
         return self.chosen.asked
 
 
-def _serve(context: AgentContext, load: _Load, address: tuple[str, int], workload: str) -> None:
+@dataclass(frozen=True, slots=True)
+class _Serving:
+    """Where and how it is served."""
+
+    host: str
+    port: int
+    api_key_file: Path | None
+    rules: Path
+    replacement: Replacement
+    aliases: tuple[str, ...]
+
+    def api_key(self, context: AgentContext) -> ApiKey | None:
+        """What requests must bear; beyond loopback always something."""
+        from spark_agent.api_key import named_api_key, own_api_key
+
+        beyond = not listening_address(self.host).is_loopback
+        key = named_api_key(context.environment, self.api_key_file)
+        if key is None and beyond:
+            key = own_api_key()
+        if beyond:
+            context.output.warning(
+                f"listening on {self.host}: whoever reaches it and has the key can use this model; nothing is encrypted"
+            )
+            context.output.hint(
+                "in a network that you do not trust: listen on 127.0.0.1 and use ssh -L, or TLS in front"
+            )
+        return key
+
+
+def _serve(context: AgentContext, load: _Load, serving: _Serving, workload: str) -> None:
     from spark_agent.server.serve import bind, serve
     from spark_runtime.engine import Engine
 
-    token = context.environment.api_key
-    with bind(*address, token=token) as listener, context.spool() as spool:
+    api_key = serving.api_key(context)
+    token = None if api_key is None else api_key.value
+    with bind(serving.host, serving.port, token=token) as listener, context.spool() as spool:
         key = context.session_key()
         planned = make_run_plan(load.file, load.shape, load.tiers, load.chosen, load.ctx)
         plan = planned.plan
@@ -188,13 +248,16 @@ def _serve(context: AgentContext, load: _Load, address: tuple[str, int], workloa
                 key=key,
                 name=load.path.stem,
                 workload=workload,
-                start=_start_object(context, load, engine, planned, spool.stats().pending),
+                start=_start_object(context, load, engine, planned, spool.stats().pending, api_key),
                 resident_share=1.0 if plan is None else plan.resident_share,
                 manifest=manifest,
                 source=load.chosen.source_of(plan),
                 describe=_describe,
                 token=token,
-                aliases=load.aliases,
+                aliases=serving.aliases,
+                rules=serving.rules,
+                replacement=serving.replacement,
+                pinned_share=load.tiers.pinned_share,
             )
 
 
@@ -242,6 +305,7 @@ def _start_object(
     engine: Engine,
     planned: RunPlan,
     pending: int,
+    api_key: ApiKey | None,
 ) -> dict[str, Any]:
     return {
         "model": str(load.path),
@@ -257,6 +321,11 @@ def _start_object(
             "service_url": context.service_url(),
         },
         **planned.as_json(),
+        "access": {
+            "key_needed": api_key is not None,
+            "key_file": None if api_key is None or api_key.file is None else str(api_key.file),
+            "key_is_new": api_key is not None and api_key.is_new,
+        },
     }
 
 
@@ -305,6 +374,12 @@ def _describe(start: dict[str, Any]) -> str:
             f"manifest  {placement['workload']}: {placement['slots']} slots, "
             f"{format_size(placement['vram_slots_bytes'])}{promise}"
         )
+    access = start["access"]
+    if access["key_file"] is not None:
+        made = ", made just now" if access["key_is_new"] else ""
+        lines.append(f"key       requests need the one in {access['key_file']}{made}")
+    elif access["key_needed"]:
+        lines.append("key       requests need the one in SPARKMOE_API_KEY")
     allowed = "on" if upload["allowed"] else "off: see spark-agent upload status"
     lines.append(f"uploads   {allowed}; {counted(upload['pending'], 'histogram')} waiting")
     return "\n".join(lines)

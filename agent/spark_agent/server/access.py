@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import hmac
 import uuid
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from spark_agent.server.api_error import ApiError
-from spark_agent.service_url import is_loopback
+from spark_schemas.local_address import foreign_header
 
 __all__ = ["Access"]
 
@@ -24,9 +23,8 @@ _OPEN = frozenset({"/health"})
 class Access:
     """Refuses who may not ask.
 
-    Without a token, a foreign web page could make a browser of this machine ask: one that rebinds its own name to
-    127.0.0.1 still sends that name as ``Host``, one that posts here across sites sends its ``Origin``. No page knows
-    the token, so with one these do not matter.
+    Without a token, a foreign web page could make a browser of this machine ask (:mod:`spark_schemas.local_address`).
+    No page knows the token, so with one that does not matter.
     """
 
     def __init__(self, app: ASGIApp, token: str | None = None) -> None:
@@ -64,11 +62,11 @@ class Access:
                 "invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        if not _is_local(f"//{headers.get('host', '')}"):
+        found = foreign_header(headers)
+        if found == "Host":
             message = "only requests to a loopback address are answered: use http://127.0.0.1 or http://localhost"
             return ApiError(403, message, "not_local")
-        origin = headers.get("origin")
-        if origin is not None and not _is_local(origin):
+        if found is not None:
             return ApiError(403, "only web pages of this machine are answered", "not_local")
         return None
 
@@ -78,10 +76,3 @@ def _tokens(headers: Headers) -> list[bytes]:
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     found = [bearer.strip()] if scheme.lower() == "bearer" else []
     return [text.encode("latin-1", "replace") for text in [*found, headers.get("x-api-key", "")] if text]
-
-
-def _is_local(url: str) -> bool:
-    try:
-        return is_loopback(url) and urlsplit(url).username is None
-    except ValueError:
-        return False

@@ -13,6 +13,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+import numpy as np
+from numpy.typing import NDArray
+
 from spark_agent.server.nearest import MINIMUM_DECODE_TOKENS, KnownWorkloads, Suggestion
 from spark_agent.server.workloads import WorkloadNames
 
@@ -125,6 +128,8 @@ class Activity:
         """``known`` gives the workloads that sessions of the default one are compared with; ``None``: they are not."""
         self.names = WorkloadNames(default_workload)
         self._known = known
+        self._suggesting = threading.Lock()
+        self._to_compare: tuple[list[NDArray[np.int64]], int] | None = None
         self._clock = clock
         self._lock = threading.Lock()
         self._compared: WeakKeyDictionary[SessionCounts, int] = WeakKeyDictionary()
@@ -195,9 +200,9 @@ class Activity:
             )
 
     def compare(self, sessions: LiveSessions) -> None:
-        """See what the session used last looks like, if nobody said what it is; on the thread that computes.
+        """Take the counts of the session used last, if nobody said what it is; on the thread that computes.
 
-        Costs nothing unless the session has grown twofold since.
+        Costs nothing unless the session has grown twofold since. What it looks like is found out when somebody asks.
         """
         latest = sessions.latest()
         if self._known is None or latest is None or latest[0] is not None:
@@ -210,13 +215,21 @@ class Activity:
         if tokens < enough or self._known is None:
             return
         self._compared[counts] = tokens
-        found = self._known().nearest(counts.counts["decode"], tokens)
-        if found is not None:
+        with self._lock:
+            self._to_compare = [layer.copy() for layer in counts.counts["decode"]], tokens
+
+    def _suggest(self) -> None:
+        with self._suggesting:
             with self._lock:
-                self._numbers = replace(self._numbers, suggestion=found)
+                taken, self._to_compare = self._to_compare, None
+            found = None if taken is None or self._known is None else self._known().nearest(*taken)
+            if found is not None:
+                with self._lock:
+                    self._numbers = replace(self._numbers, suggestion=found)
 
     def numbers(self) -> Numbers:
-        """The counters as of now."""
+        """The counters as of now; not on the thread that computes, as it may have a session to compare first."""
+        self._suggest()
         with self._lock:
             tokens, seconds = sum(count for count, _ in self._speeds), sum(taken for _, taken in self._speeds)
             numbers = self._numbers

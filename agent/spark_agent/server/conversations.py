@@ -14,7 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from spark_agent.transcripts.lineage import RootFinder, as_typed
 
@@ -75,8 +75,10 @@ class Conversations:
     them, and never on disk. Threads may share one.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time) -> None:
         self._clock = clock
+        self._wall = wall
+        self._began: OrderedDict[str, tuple[tuple[str, ...], float]] = OrderedDict()
         self._lock = threading.Lock()
         self._asked: OrderedDict[str, float] = OrderedDict()
         self._continued: OrderedDict[str, str] = OrderedDict()
@@ -94,7 +96,19 @@ class Conversations:
                 self._asked[lineage] = self._clock()
                 self._asked.move_to_end(lineage)
                 _limit(self._asked)
+            roots, began_at = self._began.get(lineage) or ((), self._wall())
+            self._began[lineage] = (roots if root.lineage in roots else (*roots, root.lineage), began_at)
+            self._began.move_to_end(lineage)
+            _limit(self._began)
         return lineage
+
+    def began(self, lineage: str) -> tuple[tuple[str, ...], float | None]:
+        """The lineages that a conversation has by its messages alone, before and after it was restarted.
+
+        And when its first request came, seconds since the epoch; ``None`` where that was too long ago to be known.
+        """
+        with self._lock:
+            return self._began.get(lineage) or ((lineage,), None)
 
     def _before(self, root: _Root) -> str:
         if root.lineage in self._continued:
@@ -114,7 +128,7 @@ class Conversations:
         return lineage
 
 
-def _limit(remembered: OrderedDict[str, float] | OrderedDict[str, str]) -> None:
+def _limit(remembered: OrderedDict[str, Any]) -> None:
     while len(remembered) > MAX_REMEMBERED:
         remembered.popitem(last=False)
 

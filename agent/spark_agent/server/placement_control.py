@@ -15,15 +15,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-import numpy as np
 from pydantic import ValidationError
 
+from spark_agent.env import Replacement
 from spark_agent.errors import SparkError
 from spark_agent.server.generation import AbandonedError
 from spark_runtime.manifest_check import check_manifest
 from spark_runtime.placement import FloatArray, layer_sizes
 from spark_runtime.replacement import Decision, RecentTraffic, Rules, decide, pool_slots
-from spark_runtime.tier_start import LayerStart, TierStart, manifest_frequency, profile_start
+from spark_runtime.tier_start import TierStart, keeping, manifest_frequency, profile_start
 from spark_schemas.manifest import PlacementManifest
 
 if TYPE_CHECKING:
@@ -34,15 +34,12 @@ if TYPE_CHECKING:
     from spark_runtime.session_counts import SessionCounts
     from spark_schemas.ids import Phase
 
-__all__ = ["DECISIONS_KEPT", "LivePromise", "Order", "PlacementControl", "Replacement", "keeping"]
+__all__ = ["DECISIONS_KEPT", "LivePromise", "Order", "PlacementControl"]
 
 _T = TypeVar("_T")
 DECISIONS_KEPT = 50
 _PLACEMENTS_KEPT = 64
 Source = Literal["given", "imported", "pulled", "local", "none", "recent"]
-Replacement = Literal["auto", "on", "watch", "off"]
-"""``auto`` changes priors where no manifest of a team is in force, whose promise is measured under one placement alone;
-``watch`` decides and changes nothing, ``off`` does not look."""
 
 
 class _Caller(Protocol):
@@ -96,11 +93,13 @@ class PlacementControl:
         source: Source,
         manifest: PlacementManifest | None,
         replacement: Replacement = "auto",
+        pinned_share: float = 0.0,
         rules: Rules | None = None,
     ) -> None:
         """``own`` gives the profile of this machine's own sessions of a workload.
 
-        Call before anything is computed: it listens to what the slots count.
+        ``pinned_share`` of each layer's slots hold the hottest experts of whatever is placed, for good. Call before
+        anything is computed: it listens to what the slots count.
         """
         self._engine = engine
         self._worker = worker
@@ -108,6 +107,7 @@ class PlacementControl:
         self._own = own
         self._on_error = on_error
         self.replacement = replacement
+        self._pinned_share = pinned_share
         self._rules = rules or Rules()
         self._lock = threading.Lock()
         known = None if manifest is None else tuple(manifest_frequency(manifest))
@@ -226,7 +226,7 @@ class PlacementControl:
         if decision.outcome == "changed" and not applies:
             decision = replace(decision, outcome="no_change", reason=f"only watching: {decision.reason}")
         if decision.outcome == "changed":
-            start = profile_start(self._engine.shape, candidate, slots, decay=_decay(tier.start))
+            start = self._start(candidate, slots, tier.start)
             self._move(keeping(start, tier.resident()), _InForce("recent", now.manifest, tuple(candidate), time.time()))
         self._note(decision)
 
@@ -235,9 +235,13 @@ class PlacementControl:
         if tier is None:
             raise SparkError("every expert is resident: there is nothing to place", "start with --vram or --residency")
         slots = pool_slots(order.frequency, layer_sizes(self._engine.shape), self._slots(), self._pools())
-        start = profile_start(self._engine.shape, order.frequency, slots, decay=_decay(tier.start))
+        start = self._start(order.frequency, slots, tier.start)
         self._profile = order.frequency
         self._move(start, _InForce(order.source, order.manifest, order.frequency, time.time()))
+
+    def _start(self, frequency: Sequence[FloatArray], slots: Sequence[int], present: TierStart | None) -> TierStart:
+        decay, share = _decay(present), self._pinned_share
+        return profile_start(self._engine.shape, frequency, slots, decay=decay, pinned_share=share)
 
     def _move(self, start: TierStart, then: _InForce) -> None:
         self._engine.place(start)
@@ -305,17 +309,6 @@ class PlacementControl:
         with self._lock:
             self._decisions.append(told)
             self._counted[decision.outcome] += 1
-
-
-def keeping(start: TierStart, resident: Sequence[np.ndarray]) -> TierStart:
-    """The same priors with exactly what is resident now, hottest first."""
-    layers = []
-    for layer, here in zip(start.layers, resident, strict=True):
-        is_here = np.zeros(len(layer.order), dtype=bool)
-        is_here[here] = True
-        order = np.concatenate([layer.order[is_here[layer.order]], layer.order[~is_here[layer.order]]])
-        layers.append(LayerStart(layer.block, layer.top_k, len(here), order, layer.prior))
-    return TierStart(tuple(layers), start.decay)
 
 
 def _decay(start: TierStart | None) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import ipaddress
 import os
 import socket
 import sys
@@ -18,21 +17,23 @@ import uvicorn
 from starlette.applications import Starlette
 
 from spark_agent import __version__
+from spark_agent.addresses import base_url_of, listening_address
 from spark_agent.chosen_placement import PlacementSource
 from spark_agent.context import AgentContext
-from spark_agent.errors import ConfigError, RefusedError, SparkError, UsageError
+from spark_agent.env import Replacement
+from spark_agent.errors import RefusedError, SparkError, SpoolError
 from spark_agent.identity import session_hash
 from spark_agent.live import live_misses
 from spark_agent.output import counted
 from spark_agent.own_sessions import OwnSessions
-from spark_agent.paths import workload_rules_path
 from spark_agent.running import RunningAgent, RunningAgents, process_started
+from spark_agent.served import ServedSessions
 from spark_agent.server.activity import Activity, ClosedSession, Promise
 from spark_agent.server.app import create_app
-from spark_agent.server.conversations import Conversations
+from spark_agent.server.conversations import ChatTurn, Conversations
 from spark_agent.server.generation import GenerationReport
 from spark_agent.server.metrics import Metrics
-from spark_agent.server.nearest import PulledWorkloads
+from spark_agent.server.nearest import WorkloadsHere
 from spark_agent.server.observed import Observed, metrics_route
 from spark_agent.server.placement_control import PlacementControl
 from spark_agent.server.placement_routes import placement_routes
@@ -69,15 +70,12 @@ def bind(host: str, port: int, *, token: str | None = None) -> Iterator[socket.s
     Raises :class:`RefusedError` for an address that others reach where no ``token`` keeps them out,
     :class:`SparkError` when the port is taken.
     """
-    name = "127.0.0.1" if host == "localhost" else host
-    try:
-        address = ipaddress.ip_address(name)
-    except ValueError as error:
-        raise UsageError(f"--host: found {host!r}, expected an IP address or localhost", "e.g. 127.0.0.1") from error
+    address = listening_address(host)
+    name = str(address)
     if not address.is_loopback and token is None:
         raise RefusedError(
             f"refusing to listen on {host}: anyone who reaches it could use this model and read its answers",
-            "set SPARKMOE_API_KEY, which requests then need as a token, or listen on 127.0.0.1 and use ssh -L",
+            "name a key that requests must bear (SPARKMOE_API_KEY), or listen on 127.0.0.1 and use ssh -L",
         )
     with contextlib.ExitStack() as opened:
         try:
@@ -120,26 +118,38 @@ def serve(
     describe: Callable[[dict[str, Any]], str],
     token: str | None = None,
     aliases: Sequence[str] = (),
+    rules: Path | None = None,
+    replacement: Replacement = "auto",
+    pinned_share: float = 0.0,
 ) -> None:
     """Serve until SIGINT or SIGTERM; then finish, keep all counts, and return. ``key`` is that of session hashes.
 
     ``resident_share`` of the experts' bytes is in slots; it is told with the counters. ``manifest`` is what the slots
     were started from, and ``source`` where it came from. ``workload`` is that of requests which neither a header nor a
     rule labels. Requests need the ``token`` if there is one, which is kept for ``spark-agent ps``; ``aliases`` are
-    further names of the model. A second signal ends what runs at once, a third one the process.
+    further names of the model. ``rules`` is the file of workload rules, which need not be there. ``replacement`` says
+    whether recent traffic moves the slots' priors, and ``pinned_share`` of the slots stay pinned whatever is placed. A
+    second signal ends what runs at once, a third one the process.
     """
+    conversations = Conversations()
+    served = ServedSessions(spool, engine.shape.fingerprint, key, context.output.warning)
     own = OwnSessions(engine.shape, context.output.warning)
-    workloads = Workloads(_rules_path(context), context.output.warning)
-    activity = Activity(workload, PulledWorkloads(engine.shape) if workload == UNLABELLED else None)
+    workloads = Workloads(rules, context.output.warning)
+    activity = Activity(workload, WorkloadsHere(engine.shape, own) if workload == UNLABELLED else None)
 
     def close(lineage: str, named: str | None, counts: SessionCounts) -> None:
         told, under = placement.manifest_of(None if counts.misses is None else counts.misses.start)
         live = live_misses(counts, under) if told else None
         histogram = counts.to_histogram(session_hash(key, lineage), named or workload, live)
         if histogram is not None:
-            spool.add(engine.shape, histogram)
+            spool.add(engine.shape, histogram, served=served.closed(*conversations.began(lineage)))
             own.keep(histogram)
             activity.closed(named, _closed(counts, placement.promised_of(counts)))
+
+    def lineage_of(messages: Sequence[ChatTurn]) -> str:
+        lineage = conversations.lineage_of(messages)
+        served.opened(*conversations.began(lineage))
+        return lineage
 
     def complain(error: Exception) -> None:
         context.output.warning(f"session counts could not be kept yet: {error}")
@@ -156,6 +166,8 @@ def serve(
             context.output.warning(f"a generation is missing in the metrics: {error}")
 
     def flushed(report: FlushReport | None) -> None:
+        if report is not None and not report.requests:
+            return  # nothing was due
         ok = report is not None and report.last_error is None
         activity.upload(ok=ok, histograms=0 if report is None else report.uploaded)
 
@@ -169,6 +181,8 @@ def serve(
         complain_of_placement,
         source=source,
         manifest=manifest,
+        replacement=replacement,
+        pinned_share=pinned_share,
     )
     uploader = Uploader(context, spool, AgentContext.create, flushed)
     state = StateReader(
@@ -189,6 +203,8 @@ def serve(
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         worker.start()
         uploader.start()
+        _forget_open(context, spool, agent)
+        served.start()
         _register(context, agent)
         context.output.result(described, describe(described))
         sys.stdout.flush()  # whoever started this process through a pipe waits for it
@@ -201,7 +217,7 @@ def serve(
         health={"model": Path(start["model"]).name, "fingerprint": engine.shape.fingerprint},
         stats=lambda: agent_stats(state()),
         lifespan=lifespan,
-        lineage_of=Conversations().lineage_of,
+        lineage_of=lineage_of,
         workload_of=workloads,
         extra_routes=[metrics_route(Metrics(state)), *placement_routes(placement)],
         token=token,
@@ -217,22 +233,13 @@ def serve(
         finally:
             _unregister(context, agent)
             worker.stop()
+            served.stop()
+            _forget_open(context, spool, agent)
             uploader.stop()
             own.close()
             lost = len(sessions) + sessions.lost
             if lost:
                 context.output.warning(f"the counts of {counted(lost, 'session')} were lost: see the warnings above")
-
-
-def _rules_path(context: AgentContext) -> Path:
-    named = context.environment.workload_rules
-    if named is None:
-        return workload_rules_path()
-    if not Path(named).exists():
-        raise ConfigError(
-            f"SPARKMOE_WORKLOAD_RULES: found {named!r}, where there is no file", "correct it, or unset it"
-        )
-    return Path(named)
 
 
 def _closed(counts: SessionCounts, manifest: PlacementManifest | None) -> ClosedSession:
@@ -261,12 +268,23 @@ def _described(listener: socket.socket, name: str, fingerprint: str, token: str 
         process_started=process_started(os.getpid()),
         host=host,
         port=port,
-        base_url=f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}",
+        base_url=base_url_of(host, port),
         model=name[:300],
         fingerprint=fingerprint,
         started_s=time.time(),
         token=token,
     )
+
+
+def _forget_open(context: AgentContext, spool: Spool, agent: RunningAgent) -> None:
+    """Conversations that are open are this agent's, unless another one serves the model."""
+    others = [one for one in RunningAgents.of_this_machine().find() if one.pid != agent.pid]
+    if any(one.fingerprint == agent.fingerprint for one in others):
+        return
+    try:
+        spool.forget_open(agent.fingerprint)
+    except SpoolError as error:
+        context.output.warning(f"transcripts of conversations that were never counted cannot be recorded: {error}")
 
 
 def _register(context: AgentContext, agent: RunningAgent) -> None:

@@ -113,6 +113,7 @@ def _suggestion(numbers: Numbers) -> dict[str, Any] | None:
         "workload": found.workload,
         "cold_hit_rate": found.cold_hit_rate,
         "best_cold_hit_rate": found.best_cold_hit_rate,
+        "source": found.source,
         "decode_tokens": found.decode_tokens,
         "others": [{"workload": name, "cold_hit_rate": rate} for name, rate in found.others],
     }

@@ -45,7 +45,8 @@ class Uploader:
     ) -> None:
         """``reload`` reads settings again before each flush: consent may be given or taken back at any time.
 
-        ``on_flush`` is told of every flush that was allowed: its report, or ``None`` where it failed altogether.
+        ``on_flush`` is told of every flush that was allowed, one that found nothing due too: its report, or ``None``
+        where it failed altogether.
         """
         self._on_flush = on_flush
         self._output = context.output

@@ -1,4 +1,4 @@
-"""Rules that give requests a workload, from a file that a person writes. Pure but for :func:`load_rules`.
+"""Rules that give requests a workload, from a file that a person writes. Pure but for what takes a path.
 
 ::
 
@@ -27,14 +27,17 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from spark_agent.env import Environment
 from spark_agent.errors import ConfigError
+from spark_agent.paths import workload_rules_path
 from spark_schemas.ids import WORKLOAD_PATTERN
 
-__all__ = ["WorkloadRule", "find_workload", "load_rules", "parse_rules"]
+__all__ = ["WorkloadRule", "find_workload", "load_rules", "parse_rules", "rules_path"]
 
 MAX_BYTES = 1024 * 1024
 MAX_RULES = 1000
 _CONDITIONS = ("header", "model", "system", "user_agent")
+_TABLE = re.compile(r"[ \t]*\[\[[ \t]*rule[ \t]*\]\]")
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9a-z-]+")
 
 
@@ -74,8 +77,25 @@ def find_workload(
     return next((rule.workload for rule in rules if rule.matches(headers, lowered, model)), None)
 
 
+def rules_path(named: Path | None, environment: Environment) -> Path:
+    """The file of rules: an option's, else the variable's, else the config folder's, which need not be there.
+
+    Raises :class:`ConfigError` for a file that was named and is not there, and for rules that are wrong: before a model
+    is loaded for them.
+    """
+    option = "--workload-rules"
+    if named is None and environment.workload_rules is not None:
+        named, option = Path(environment.workload_rules), "SPARKMOE_WORKLOAD_RULES"
+    path = workload_rules_path() if named is None else named
+    if path.exists():
+        load_rules(path)
+    elif named is not None:
+        raise ConfigError(f"{option}: found {str(named)!r}, where there is no file", "correct it, or leave it out")
+    return path
+
+
 def load_rules(path: Path) -> tuple[WorkloadRule, ...]:
-    """Read a file of rules; raise :class:`ConfigError` naming the line or the rule, also when there is no file."""
+    """Read a file of rules; raise :class:`ConfigError` naming the line and the key, also when there is no file."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
@@ -92,48 +112,95 @@ def load_rules(path: Path) -> tuple[WorkloadRule, ...]:
 
 
 def parse_rules(text: str, source: str) -> tuple[WorkloadRule, ...]:
-    """Rules from TOML; raise :class:`ConfigError` naming the line or the rule. ``source`` is for messages."""
+    """Rules from TOML; raise :class:`ConfigError` naming the line and the key. ``source`` is for messages."""
     try:
         document = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{source} is not TOML: {error}", "correct that line") from error
+    lines = text.splitlines()
     unknown = sorted(document.keys() - {"rule"})
     if unknown:
-        raise ConfigError(f"{source}: unknown {unknown[0]!r}, expected only [[rule]] tables", "remove or correct it")
+        where = _at(source, _line_of(lines, unknown[0]))
+        raise ConfigError(f"{where}: unknown {unknown[0]!r}, expected only [[rule]] tables", "remove or correct it")
     tables = document.get("rule", [])
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise ConfigError(f"{source}: found rule as something else, expected [[rule]] tables", "write [[rule]]")
+        where = _at(source, _line_of(lines, "rule"))
+        raise ConfigError(f"{where}: found rule as something else, expected [[rule]] tables", "write [[rule]]")
     if len(tables) > MAX_RULES:
         raise ConfigError(f"{source}: found {len(tables)} rules, expected at most {MAX_RULES}", "remove some")
-    return tuple(_rule(table, f"{source}: rule {number}") for number, table in enumerate(tables, start=1))
+    begins = [number for number, line in enumerate(lines, start=1) if _TABLE.match(line)]
+    if len(begins) != len(tables):
+        begins = []  # written in another way; then the rule's number has to do
+    return tuple(_rule(table, _Place(source, lines, number, begins)) for number, table in enumerate(tables, start=1))
 
 
-def _rule(table: Mapping[str, object], where: str) -> WorkloadRule:
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a rule stands in its file, for messages: TOML's reader does not tell."""
+
+    source: str
+    lines: Sequence[str]
+    number: int
+    """Of the rule, from 1."""
+    begins: Sequence[int]
+    """Lines at which the rules begin, from 1; empty where they are not told apart."""
+
+    def of(self, key: str | None = None, workload: str | None = None) -> str:
+        """The place of a key of the rule, or of the rule itself."""
+        named = f"rule {self.number}" if workload is None else f"rule {self.number} ({workload})"
+        if not self.begins:
+            return f"{self.source}: {named}"
+        begin = self.begins[self.number - 1]
+        end = self.begins[self.number] - 1 if self.number < len(self.begins) else len(self.lines)
+        line = None if key is None else _line_of(self.lines[begin:end], key)
+        return f"{_at(self.source, begin if line is None else begin + line)}: {named}"
+
+
+def _line_of(lines: Sequence[str], key: str) -> int | None:
+    """The first line, from 1, that sets a key or opens its table."""
+    name = rf"[\"']?{re.escape(key)}[\"']?"
+    sets = re.compile(rf"[ \t]*(?:{name}[ \t]*[=.]|\[\[?(?:[ \t]*rule[ \t]*\.)?[ \t]*{name}[ \t]*[\].])")
+    return next((number for number, line in enumerate(lines, start=1) if sets.match(line)), None)
+
+
+def _at(source: str, line: int | None) -> str:
+    return source if line is None else f"{source}, line {line}"
+
+
+def _rule(table: Mapping[str, object], place: _Place) -> WorkloadRule:
     workload = table.get("workload")
     if not isinstance(workload, str) or not re.fullmatch(WORKLOAD_PATTERN, workload):
         raise ConfigError(
-            f"{where}: workload: found {workload!r}, expected 1 to 63 lower-case letters, digits and hyphens",
+            f"{place.of('workload')}: workload: found {workload!r}, expected 1 to 63 lower-case letters, digits and "
+            "hyphens",
             'e.g. workload = "code-heavy"',
         )
-    where = f"{where} ({workload})"
     unknown = sorted(table.keys() - {"workload", *_CONDITIONS})
     if unknown:
-        raise ConfigError(f"{where}: unknown {unknown[0]!r}, expected {', '.join(_CONDITIONS)}", "remove or correct it")
+        raise ConfigError(
+            f"{place.of(unknown[0], workload)}: unknown {unknown[0]!r}, expected {', '.join(_CONDITIONS)}",
+            "remove or correct it",
+        )
     if not table.keys() & set(_CONDITIONS):
         raise ConfigError(
-            f"{where}: no condition, expected at least one of {', '.join(_CONDITIONS)}",
+            f"{place.of(None, workload)}: no condition, expected at least one of {', '.join(_CONDITIONS)}",
             f"for all requests use --workload {workload}",
         )
+
+    def texts(key: str) -> tuple[str, ...]:
+        return _texts(table, key, place.of(key, workload))
+
     return WorkloadRule(
         workload,
-        user_agent=tuple(text.lower() for text in _texts(table, "user_agent", where)),
-        system=tuple(text.lower() for text in _texts(table, "system", where)),
-        model=_texts(table, "model", where),
-        headers=_headers(table.get("header", {}), where),
+        user_agent=tuple(text.lower() for text in texts("user_agent")),
+        system=tuple(text.lower() for text in texts("system")),
+        model=texts("model"),
+        headers=_headers(table.get("header", {}), place, workload),
     )
 
 
-def _headers(value: object, where: str) -> dict[str, tuple[str, ...]]:
+def _headers(value: object, place: _Place, workload: str) -> dict[str, tuple[str, ...]]:
+    where = place.of("header", workload)
     if not isinstance(value, dict):
         raise ConfigError(f"{where}: header: found {value!r}, expected a table", 'e.g. header = { x-job = "nightly" }')
     found: dict[str, tuple[str, ...]] = {}

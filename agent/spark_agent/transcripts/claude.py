@@ -177,7 +177,7 @@ def read_claude(lines: Iterable[tuple[int, dict[str, object]]], problems: Proble
             )
         raise UnusableError(_nothing("user or assistant messages", problems))
     root = reader.root
-    return Parsed(turns, root.lineage(turns[0].text), problems, root.continues, tuple(root.summaries))
+    return Parsed(turns, root.lineage(turns[0].text), problems, root.continues, tuple(root.summaries), root.opened)
 
 
 def _nothing(expected: str, problems: Problems) -> str:

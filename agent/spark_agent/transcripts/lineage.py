@@ -32,6 +32,8 @@ import hashlib
 import re
 from datetime import UTC, datetime
 
+from spark_agent.transcripts.model import Opened
+
 __all__ = ["RootFinder", "as_typed", "conversation_lineage", "text_lineage", "to_second", "typed"]
 
 _ROOT_CHARS = 2_000
@@ -125,6 +127,8 @@ class RootFinder:
     def __init__(self) -> None:
         self.continues = False
         self.summaries: list[str] = []
+        self.opened: Opened | None = None
+        """Where the root is short and has a time: what it is without."""
         self._root: str | None = None
         self._fallback: str | None = None
 
@@ -134,7 +138,7 @@ class RootFinder:
         if not message:
             return
         if message.startswith(_EXAMPLES_END):
-            self._root = self._fallback = None
+            self._root = self._fallback = self.opened = None
             self.continues = False
             return
         said = as_typed(message)
@@ -148,6 +152,8 @@ class RootFinder:
             self._fallback = self._fallback or conversation_lineage(message, written_at)
         elif self._root is None:
             self._root = conversation_lineage(said, written_at)
+            alone = conversation_lineage(said)
+            self.opened = Opened(alone, written_at) if written_at is not None and alone != self._root else None
 
     def lineage(self, first_text: str) -> str:
         """Return the lineage; without any message of the user it comes from the conversation's first text."""

@@ -10,6 +10,7 @@ from typing import Literal
 
 __all__ = [
     "Limits",
+    "Opened",
     "Parsed",
     "Problems",
     "Role",
@@ -37,12 +38,24 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
+class Opened:
+    """How a conversation began whose root is too short to tell it from others."""
+
+    lineage: str
+    """Of the root alone, as it is where its time is not known."""
+    at: str
+    """When the root was written, ISO 8601, to the second."""
+
+
+@dataclass(frozen=True, slots=True)
 class Transcript:
     """One conversation. ``source`` is for messages on this machine and never leaves it."""
 
     lineage: str
     turns: tuple[Turn, ...]
     source: Path
+    opened: Opened | None = None
+    """Only where the root is short and has a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +125,7 @@ class Parsed:
     problems: Problems = field(default_factory=Problems)
     continues: bool = False
     summaries: tuple[str, ...] = ()
+    opened: Opened | None = None
 
 
 class TurnList:

@@ -54,7 +54,7 @@ def _results(source: Path, parsed: Parsed | Skipped, origins: dict[str, str]) ->
         return
     # Only a continuation asks for its origin: no file can move a conversation that starts at its own beginning.
     lineage = _origin(parsed.lineage, origins) if parsed.continues else parsed.lineage
-    yield Transcript(lineage, parsed.turns, source)
+    yield Transcript(lineage, parsed.turns, source, parsed.opened)
     if parsed.problems.count:
         yield Skipped(source, parsed.problems.summary())
 

@@ -75,7 +75,13 @@ def read_specstory(text: str) -> Parsed:
     if reader is None or not turns:
         raise UnusableError("found SpecStory headings without text, expected at least one turn with text")
     root = reader.root
-    return Parsed(turns, root.lineage(turns[0].text), continues=root.continues, summaries=tuple(root.summaries))
+    return Parsed(
+        turns,
+        root.lineage(turns[0].text),
+        continues=root.continues,
+        summaries=tuple(root.summaries),
+        opened=root.opened,
+    )
 
 
 def _scan(text: str, *, fences: bool) -> _Reader | None:

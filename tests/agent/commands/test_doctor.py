@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 
 import pytest
 
 from spark_agent import running_agent
+from spark_agent.paths import agents_dir
+from spark_agent.running import RunningAgent, RunningAgents, process_started
 
 BROKEN = ("missing", "folder", "not_gguf", "truncated", "dense")
 
@@ -29,7 +32,7 @@ def test_a_machine_without_a_service_is_well(agent_cli):
     assert result.code == 0
     checks = checks_of(result)
     tiers = ["tiers", "tier-engine", "nvrtc", "cuda-driver", "video-memory", "host-memory", "link", "llama-server"]
-    rest = ["model", "spool", "service", "consent", "port"]
+    rest = ["model", "spool", "service", "consent", "agents", "port"]
     assert list(checks) == ["spark", "llama-cpp-python", "native", *tiers, *rest]
     assert "8 of them for a token" in checks["model"]["value"]
     assert "SPARK0" in checks["tiers"]["value"]
@@ -41,7 +44,31 @@ def test_a_machine_without_a_service_is_well(agent_cli):
     assert checks["service"]["status"] == "warn"
     assert "spark-service run" in checks["service"]["fix"]
     assert (checks["consent"]["status"], checks["consent"]["value"]) == ("warn", "never asked")
+    assert (checks["agents"]["status"], checks["agents"]["value"]) == ("ok", "none runs")
     assert agent_cli("doctor").out.count("\nok") >= 2
+
+
+def test_an_agent_that_does_not_answer(agent_cli, monkeypatch):
+    monkeypatch.setattr("spark_agent.asking.ask_all.__defaults__", (0.2,))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        agent = RunningAgent(
+            pid=os.getpid(),
+            process_started=process_started(os.getpid()),
+            host="127.0.0.1",
+            port=port,
+            base_url=f"http://127.0.0.1:{port}",
+            model="nano",
+            fingerprint="mf1-0",
+            started_s=1.0,
+        )
+        RunningAgents.of_this_machine().add(agent)
+        (agents_dir() / "1.json").write_text("{}")
+        check = checks_of(agent_cli("doctor", "--json"))["agents"]
+    assert check["status"] == "warn"
+    assert f"nano at http://127.0.0.1:{port} (process {os.getpid()}): no answer within 0.2 s" in check["reason"]
+    assert "1.json is not a running agent's" in check["reason"]
+    assert "spark-agent ps" in check["fix"]
 
 
 def test_a_machine_without_a_compiler_is_told_what_it_costs(agent_cli, monkeypatch):

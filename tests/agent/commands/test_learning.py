@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import select
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
+from agent_process import asked, chat, ended, running
 
 from spark_agent.own_counts import OwnCounts
 from spark_agent.paths import own_counts_path
@@ -29,51 +22,12 @@ TOPICS = [
 START = ("--residency", "0.3", "--workload", "chat", "--ctx", "512")
 
 
-@contextlib.contextmanager
-def running(*arguments: object) -> Iterator[tuple[subprocess.Popen, dict[str, Any]]]:
-    """Start the agent as a person would, give its start-up object, and end it."""
-    command = [sys.executable, "-c", "from spark_agent.cli import main; main()", "run", "-p", "0", "--json"]
-    with subprocess.Popen(
-        [*command, "--threads", "1", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "SPARKMOE_TEAM_KEY": "6b" * 16},
-    ) as process:
-        try:
-            assert process.stdout is not None
-            ready, _, _ = select.select([process.stdout], [], [], 60)
-            line = process.stdout.readline() if ready else ""
-            assert line, process.stderr and process.stderr.read()
-            yield process, json.loads(line)
-        finally:
-            process.kill()
-
-
-def chat(start: dict[str, Any], text: str, max_tokens: int = 48) -> str:
-    body = {"messages": [{"role": "user", "content": text}], "max_tokens": max_tokens, "temperature": 0}
-    reply = httpx.post(f"{start['base_url']}/v1/chat/completions", json=body, timeout=60, trust_env=False)
-    assert reply.status_code == 200, reply.text
-    return reply.json()["choices"][0]["message"]["content"]
-
-
-def asked(start: dict[str, Any], path: str) -> dict[str, Any]:
-    return httpx.get(f"{start['base_url']}{path}", trust_env=False).json()
-
-
-def stopped(process: subprocess.Popen) -> str:
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == 0, err
-    return err
-
-
 def served(*arguments: object, words: str) -> tuple[dict[str, Any], dict[str, Any], list[str], str]:
     """Start-up object, decode counters, answers and what was said, of one agent's life."""
     with running(*START, *arguments) as (process, start):
-        answers = [chat(start, f"{words} {topic}.") for topic in TOPICS]
+        answers = [chat(start, f"{words} {topic}.", 48) for topic in TOPICS]
         decode = asked(start, "/spark/stats")["phases"]["decode"]
-        return start, decode, answers, stopped(process)
+        return start, decode, answers, ended(process)
 
 
 def test_the_second_start_is_calibrated(spark_cli):
@@ -100,11 +54,28 @@ def test_the_second_start_is_calibrated(spark_cli):
     assert spark_cli("profiles", "ls", "--local", "--json").json["profiles"] == []
 
 
+def test_unlabelled_requests_are_compared_with_own_sessions_and_stay_unlabelled(agent_cli):
+    served(words="Tell me of")
+    with running("--residency", "0.3", "--ctx", "512", "--no-profile") as (process, start):
+        for number in range(60):
+            chat(start, "Tell me of the sea and the moon, please.", 48 + number)
+            if (found := asked(start, "/spark/stats")["suggestion"]) is not None:
+                break
+        assert (found["workload"], found["source"], found["others"]) == ("chat", "local", [])
+        assert 0.0 <= found["best_cold_hit_rate"] <= found["cold_hit_rate"] < 1.0
+        said = agent_cli("ps").err
+        assert "look like chat: the profile of your own sessions of it misses" in said
+        assert "spark-agent run --workload chat" in said
+        assert {row["workload"] for row in asked(start, "/spark/stats")["workloads"]} == {"unlabelled"}
+        assert asked(start, "/spark/placement")["source"] == "none", "shown, never applied"
+        ended(process)
+
+
 def test_what_local_profiles_promise(spark_cli):
     with running(*START) as (process, start):
         for topic in TOPICS[:8]:
-            chat(start, f"Tell me of {topic}.")
-        stopped(process)
+            chat(start, f"Tell me of {topic}.", 48)
+        ended(process)
     shape = read_model_shape(demo_model_path())
     with OwnCounts(own_counts_path(), pytest.fail) as counts:
         parts = counts.parts(shape)["chat"]
@@ -123,14 +94,15 @@ def test_what_local_profiles_promise(spark_cli):
 
 def test_a_placement_is_taken_over_between_tokens(spark_cli):
     with running(*START, "--no-profile") as (process, start):
-        answers = [chat(start, f"Tell me of {topic}.") for topic in TOPICS[:6]]
+        answers = [chat(start, f"Tell me of {topic}.", 48) for topic in TOPICS[:6]]
         refused = httpx.post(f"{start['base_url']}/spark/placement", json={"local": "chat"}, trust_env=False)
         assert refused.status_code == 409, "no session has closed yet"
         assert "no session of chat" in refused.json()["error"]["message"]
         assert asked(start, "/spark/placement")["source"] == "none"
-        stopped(process)
-    with running(*START, "--no-profile") as (process, start):
+        ended(process)
+    with running(*START, "--no-profile", "--replacement", "watch", SPARKMOE_REPLACEMENT="off") as (process, start):
         before = asked(start, "/spark/placement")
+        assert before["replacement"] == "watch", "an option comes before its variable"
         assert (before["source"], before["tiered"], before["decisions"]) == ("none", True, [])
         left = spark_cli("pull-profile", "chat", "--local", "--no-apply")
         assert (left.code, "applied" in left.err) == (0, False)
@@ -140,9 +112,9 @@ def test_a_placement_is_taken_over_between_tokens(spark_cli):
         now = asked(start, "/spark/placement")
         assert (now["source"], now["workload"]) == ("local", "chat")
         assert now["since"] >= before["since"]
-        assert [chat(start, f"Tell me of {topic}.") for topic in TOPICS[:6]] == answers
+        assert [chat(start, f"Tell me of {topic}.", 48) for topic in TOPICS[:6]] == answers
         assert asked(start, "/spark/placement")["live_cold_hit_rate"] > 0
-        stopped(process)
+        ended(process)
 
 
 def test_a_contradiction_is_refused(agent_cli):

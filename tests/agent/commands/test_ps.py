@@ -6,15 +6,14 @@ import contextlib
 import http.server
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 
+import agent_process
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -26,31 +25,18 @@ from spark_agent.running import RunningAgent, RunningAgents, process_started
 from spark_runtime.model_shape import read_model_shape
 from spark_runtime.models import demo_model_path
 
-KEY = b"k" * 16
 FOREVER = [{"role": "user", "content": "How are you today?"}]
 CHAT = "/v1/chat/completions"
 
 
 @contextlib.contextmanager
 def running(*arguments: object, **variables: str) -> Iterator[tuple[subprocess.Popen, httpx.Client]]:
-    """Start the agent as a person would, give a client of it, and end it."""
-    command = [sys.executable, "-c", "from spark_agent.cli import main; main()", "run", "-p", "0", "--json"]
-    with subprocess.Popen(
-        [*command, "--threads", "1", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "SPARKMOE_TEAM_KEY": KEY.hex(), **variables},
-    ) as process:
-        try:
-            assert process.stdout is not None
-            ready, _, _ = select.select([process.stdout], [], [], 60)
-            line = process.stdout.readline() if ready else ""
-            assert line, process.stderr and process.stderr.read()
-            with httpx.Client(base_url=json.loads(line)["base_url"], timeout=30, trust_env=False) as client:
-                yield process, client
-        finally:
-            process.kill()
+    """An agent, and a client of it."""
+    with (
+        agent_process.running(*arguments, **variables) as (process, start),
+        httpx.Client(base_url=start["base_url"], timeout=30, trust_env=False) as client,
+    ):
+        yield process, client
 
 
 def chat(client: httpx.Client, headers: dict[str, str] | None = None, **members: object) -> httpx.Response:
@@ -150,12 +136,27 @@ def test_a_killed_agent_is_forgotten(agent_cli):
     assert list(agents_dir().iterdir()) == []
 
 
-def test_rules_that_are_wrong_end_the_start(agent_cli, monkeypatch):
+def test_rules_that_are_wrong_end_the_start(agent_cli, monkeypatch, tmp_path):
     workload_rules_path().parent.mkdir(parents=True)
     workload_rules_path().write_text("[[rule]]\nworkload = 'a'\n")
-    agent_cli("run", "-p", 0).failed(1, "workloads.toml", "rule 1 (a)", "no condition")
+    agent_cli("run", "-p", 0).failed(1, "workloads.toml, line 1: rule 1 (a)", "no condition")
     monkeypatch.setenv("SPARKMOE_WORKLOAD_RULES", "/nowhere/rules.toml")
     agent_cli("run", "-p", 0).failed(1, "SPARKMOE_WORKLOAD_RULES", "/nowhere/rules.toml")
+    agent_cli("run", "-p", 0, "--workload-rules", "/no/rules.toml").failed(1, "--workload-rules", "/no/rules.toml")
+    named = tmp_path / "team.toml"
+    named.write_text("# ours\n[[rule]]\nworkload = 'b'\nmodel = 5\n")
+    agent_cli("run", "--dry-run", "--workload-rules", named).failed(1, "team.toml, line 4: rule 1 (b): model: found 5")
+
+
+def test_rules_named_by_an_option_come_before_all_others(agent_cli, tmp_path):
+    workload_rules_path().parent.mkdir(parents=True)
+    workload_rules_path().write_text("[[rule]]\nworkload = 'of-the-folder'\nmodel = '*'\n")
+    named = tmp_path / "team.toml"
+    named.write_text("[[rule]]\nworkload = 'of-the-option'\nheader = { x-job = '*' }\n")
+    with running("--workload-rules", named, SPARKMOE_WORKLOAD_RULES=str(workload_rules_path())) as (_, client):
+        assert chat(client, {"X-Job": "any"}).status_code == 200
+        until(lambda: len(client.get("/spark/stats").json()["workloads"]) == 1)
+        assert client.get("/spark/stats").json()["workloads"][0]["workload"] == "of-the-option"
 
 
 def test_a_second_signal_does_not_wait_and_keeps_the_counts(kept):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from spark_agent.paths import answers_dir, manifests_dir
 from spark_runtime.model_shape import read_model_shape
 from spark_runtime.models import demo_model_path
 from spark_schemas.profile import Profile
+from spark_schemas.signature import PinSignature, pin_message
 
 AWAY = ["down", "SPARKMOE_OFFLINE", 500, 502, 503, 429]
 
@@ -39,10 +41,18 @@ def path(shape) -> str:
 
 
 @pytest.fixture
-def say(service, make_reply, path, manifest):
+def say(service, make_reply, path, manifest, shape):
     """Answer with the manifest of a revision, signed."""
 
-    def answer(revision: str = "c" * 64, *, signed: bool = False, pinned: bool = False) -> None:
+    def answer(
+        revision: str = "c" * 64,
+        *,
+        signed: bool = False,
+        pinned: bool = False,
+        pin_day: dt.date | None = None,
+        pin_of: str | None = None,
+        pin_key: int | None = 0,
+    ) -> None:
         body = manifest.model_copy(update={"profile_revision": revision}).model_dump_json().encode()
         headers = {"Content-Type": "application/json", "ETag": f'"{revision}"'}
         if signed:
@@ -51,6 +61,11 @@ def say(service, make_reply, path, manifest):
             service.answers["/api/v1/signing-key"] = make_reply(200, key)
         if pinned:
             headers["Spark-Pinned"] = revision
+            day = pin_day or dt.datetime.now(dt.UTC).date()
+            said = pin_message(shape.fingerprint, "chat", "decode", pin_of or revision, day)
+            if pin_key is not None:
+                found = signing_keys.sign(pin_key, said)
+                headers["Spark-Pinned-Signature"] = PinSignature(found.key_id, day, found.value).header()
         service.answers[path] = make_reply(200, body, headers)
 
     answer()
@@ -151,10 +166,57 @@ def test_a_replayed_answer_is_refused(pull, say, shape):
 def test_a_pin_and_its_end_are_followed(pull, say):
     old, new = "a" * 64, "b" * 64
     for revision, pinned in ((old, False), (new, False), (old, True), (old, True), (new, False), (old, True)):
-        say(revision, pinned=pinned)
-        assert pull().code == 0
-    say(old)
+        say(revision, signed=True, pinned=pinned)
+        shown = pull()
+        assert shown.code == 0
+        assert ("pinned: there may be a newer one" in shown.err) == pinned
+    say(old, signed=True)
     assert pull().code == 0, "it is the one that is kept"
+
+
+TODAY = dt.datetime.now(dt.UTC).date()
+PINS = {
+    "of no signature": ({"pin_key": None}, "it does not sign that"),
+    "of another key": ({"pin_key": 1}, "does not fit"),
+    "of another revision": ({"pin_of": "d" * 64}, "does not fit"),
+    "of a week ago": ({"pin_day": TODAY - dt.timedelta(7)}, "it was said on"),
+    "of a day to come": ({"pin_day": TODAY + dt.timedelta(7)}, "it was said on"),
+}
+
+
+@pytest.mark.parametrize("name", PINS)
+def test_a_replayed_answer_with_a_word_of_a_pin_is_refused(pull, say, shape, name):
+    """Who replays an old answer may add whatever header, also one that was good once."""
+    changes, reason = PINS[name]
+    old, new = "a" * 64, "b" * 64
+    for revision in (old, new):
+        say(revision, signed=True)
+        assert pull().code == 0
+    say(old, signed=True, pinned=True, **changes)
+    pull().failed(3, "which bbbbbbbbbbbb had replaced", "which is not proven: ", reason)
+    assert ManifestStore(manifests_dir()).get(shape.fingerprint, "chat").profile_revision == new
+    say(new, signed=True, pinned=True, **changes)
+    shown = pull()
+    assert (shown.code, "not proven" in shown.err) == (0, True), "what is no older needs no pin"
+
+
+@pytest.mark.parametrize("header", ["", "x", "ed25519;keyid=0;day=2026-01-01;sig=", "ed25519;keyid=" + "0" * 32])
+def test_a_pins_signature_that_is_none(pull, say, service, path, header):
+    say("a" * 64, signed=True)
+    assert pull().code == 0
+    say("b" * 64, signed=True)
+    assert pull().code == 0
+    say("a" * 64, signed=True, pinned=True)
+    service.answers[path].headers["Spark-Pinned-Signature"] = header
+    pull().failed(3, "cannot be read")
+
+
+def test_a_service_that_signs_nothing_proves_no_pin(pull, say):
+    for revision in ("a" * 64, "b" * 64):
+        say(revision)
+        assert pull().code == 0
+    say("a" * 64, pinned=True)
+    pull().failed(3, "it signs nothing", "--accept-older")
 
 
 def test_an_interrupted_pull_leaves_the_old_one(pull, say, shape, monkeypatch):

@@ -23,7 +23,7 @@ from spark_schemas.invariants import check_session
 
 CHAT = "_**User**_\n\nWhat is a hash table, {n}?\n\n---\n\n_**Agent**_\n\nA table of buckets.\n\n---\n"
 TEXT = "def mean(values):\n    return sum(values) / len(values)\n"
-KEYS = ["sessions", "tokens_prefill", "tokens_decode", "tokens_new", "known", "grown", "skipped", "workloads"]
+KEYS = ["sessions", "tokens_prefill", "tokens_decode", "tokens_new", "known", "grown", "skipped", "workloads", "served"]
 
 
 @pytest.fixture

@@ -3,16 +3,12 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import json
-import os
-import select
 import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator
 
 import httpx
 import pytest
+from agent_process import KEY, chat, running
 
 from spark_agent.config import Config, Consent, save_config
 from spark_agent.dialogue.messages import Message
@@ -29,31 +25,6 @@ from spark_runtime.models import demo_model_path
 from spark_schemas.histogram import HistogramUpload
 from spark_schemas.invariants import check_session
 
-KEY = b"k" * 16
-
-
-@contextlib.contextmanager
-def running(*arguments: object) -> Iterator[tuple[subprocess.Popen, dict]]:
-    """Start the agent as a person would, give its start-up object, and end it."""
-    command = [sys.executable, "-c", "from spark_agent.cli import main; main()", "run", "-p", "0", "--json"]
-    # Without this variable Python holds back what it writes to a pipe.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    with subprocess.Popen(
-        [*command, "--threads", "1", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**environment, "SPARKMOE_TEAM_KEY": KEY.hex()},
-    ) as process:
-        try:
-            assert process.stdout is not None
-            ready, _, _ = select.select([process.stdout], [], [], 60)
-            line = process.stdout.readline() if ready else ""
-            assert line, process.stderr and process.stderr.read()
-            yield process, json.loads(line)
-        finally:
-            process.kill()
-
 
 @pytest.fixture
 def manifest(make_manifest):
@@ -66,7 +37,7 @@ def test_the_start_up_object_and_a_manifest(manifest, tmp_path):
     with running("--manifest", path) as (process, start):
         assert start["n_ctx"] == 512, "the context that the manifest was planned for"
         fixed = ["base_url", "model", "fingerprint", "n_ctx", "parallel", "tiers", "manifest", "placement", "upload"]
-        assert list(start) == [*fixed, "choices", "expected", "llama_cpp"]
+        assert list(start) == [*fixed, "choices", "expected", "llama_cpp", "access"]
         assert start["fingerprint"] == manifest.fingerprint
         assert start["tiers"]["expert_bytes"] > 0
         assert start["tiers"]["tiered"] is False, "the manifest holds every expert"
@@ -77,13 +48,6 @@ def test_the_start_up_object_and_a_manifest(manifest, tmp_path):
         assert (health["status"], health["fingerprint"]) == ("ok", manifest.fingerprint)
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
-
-
-def chat(start: dict, text: str) -> str:
-    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 12, "temperature": 0}
-    reply = httpx.post(f"{start['base_url']}/v1/chat/completions", json=body, timeout=30, trust_env=False)
-    assert reply.status_code == 200, reply.text
-    return reply.json()["choices"][0]["message"]["content"]
 
 
 def test_a_manifest_is_placed(manifest, tmp_path, kept):
@@ -216,18 +180,13 @@ def test_a_port_in_use(agent_cli):
     assert not state_dir().exists()
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "8.8.8.8"])
-def test_only_loopback_is_listened_on(agent_cli, host):
-    agent_cli("run", "--host", host, "-p", 0).failed(3, host, "ssh -L")
-    assert not state_dir().exists()
-
-
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
         (["--host", "example.com"], "--host"),
         (["--port", "99999"], "--port"),
         (["--bogus"], "--bogus"),
+        (["--replacement", "sometimes"], "--replacement"),
         (["--workload", "Not Good"], "--workload"),
         (["--vram", "1G", "--residency", "0.5"], "--residency"),
         (["--residency", "7"], "--residency"),

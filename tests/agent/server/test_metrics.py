@@ -219,6 +219,8 @@ def test_only_unlabelled_sessions_are_compared_and_only_when_they_have_grown():
     for tokens in (255, 256, 257, 511, 512, 513):
         counts.tokens["decode"] = tokens
         activity.compare(sessions)
+        assert len(asked) == (tokens >= 257) + (tokens >= 513), "not on the thread that computes"
+        activity.numbers()
     assert asked == [256, 512]
     sessions.used = ("review", _Counts({"decode": 10_000}))
     activity.compare(sessions)
@@ -233,6 +235,7 @@ def test_only_unlabelled_sessions_are_compared_and_only_when_they_have_grown():
         "workload": "code",
         "cold_hit_rate": 0.1,
         "best_cold_hit_rate": 0.05,
+        "source": "service",
         "decode_tokens": 512,
         "others": [],
     }

@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 
 from spark_agent.manifests import ManifestStore, PullKey
-from spark_agent.paths import manifests_dir
-from spark_agent.server.nearest import MINIMUM_DECODE_TOKENS, KnownWorkloads, PulledWorkloads
+from spark_agent.own_sessions import OwnSessions
+from spark_agent.paths import manifests_dir, own_counts_path
+from spark_agent.server.nearest import MINIMUM_DECODE_TOKENS, KnownWorkloads, WorkloadsHere
+from spark_agent.workload_name import UNLABELLED
+from spark_runtime.votes import FULL_WEIGHT_TOKENS
 from spark_schemas.manifest import PRIOR_SCALE, LayerPlacement
 
 N_EXPERTS = 10
@@ -80,7 +83,7 @@ def pull(shape, make_manifest, workload: str, experts: tuple[int, ...]) -> None:
 
 
 def test_pulled_profiles_are_known_as_soon_as_they_are_there(shape, make_manifest):
-    pulled = PulledWorkloads(shape)
+    pulled = WorkloadsHere(shape)
     assert len(pulled()) == 0
     pull(shape, make_manifest, "code", (0, 1, 2, 3, 4, 5))
     assert len(pulled()) == 1
@@ -96,4 +99,50 @@ def test_pulled_profiles_are_known_as_soon_as_they_are_there(shape, make_manifes
 def test_a_manifest_of_another_shape_is_left_out(make_model, make_manifest, shape):
     pull(shape, make_manifest, "code", (0, 1))
     other = make_model(n_experts=N_EXPERTS + 1).model_copy(update={"fingerprint": shape.fingerprint})
-    assert len(PulledWorkloads(other)()) == 0
+    assert len(WorkloadsHere(other)()) == 0
+
+
+def test_own_sessions_and_pulled_profiles_are_compared_alike(shape):
+    own = {"code": hot(0, 1, 2, 3, 8, 9), "notes": hot(4, 5, 6, 7, 8, 9)}
+    known = KnownWorkloads(shape, PROFILES, own)
+    assert len(known) == 4
+    found = known.nearest(counts(0, 1, 8, 9), TOKENS)
+    assert found is not None
+    assert (found.workload, found.source, found.cold_hit_rate) == ("code", "local", 0.0)
+    # Each other workload once, with the better of its two; the same workload's other profile is no alternative.
+    assert found.others == (("mixed", 0.0), ("chat", 0.5), ("notes", 0.5))
+    same = KnownWorkloads(shape, {"code": hot(0, 1)}, {"code": hot(0, 1)}).nearest(counts(0, 1), TOKENS)
+    assert same is not None
+    assert (same.source, same.others) == ("service", ())
+
+
+def test_sessions_served_here_are_known_once_enough_was_decoded(shape, make_session):
+    own = OwnSessions(shape, pytest.fail)
+    known = WorkloadsHere(shape, own)
+    assert len(known()) == 0
+    for workload in ("notes", UNLABELLED):
+        own.keep(calibrating(make_session, shape, workload, FULL_WEIGHT_TOKENS - 1))
+    assert len(known()) == 0, "too little"
+    own.keep(calibrating(make_session, shape, "notes", 1))
+    assert known() is known(), "read once"
+    found = known().nearest(counts(6, 7), TOKENS)
+    assert found is not None
+    assert (found.workload, found.source, found.others) == ("notes", "local", ()), "unlabelled is no workload"
+    own.close()
+
+
+def test_broken_counts_of_ones_own_cost_a_warning_and_nothing_else(shape, make_manifest, make_session):
+    pull(shape, make_manifest, "code", (0, 1, 2, 3, 4, 5))
+    said = []
+    own = OwnSessions(shape, said.append)
+    own_counts_path().parent.mkdir(parents=True, exist_ok=True)
+    own_counts_path().write_bytes(b"no database, whatever it says" * 100)
+    assert len(WorkloadsHere(shape, own)()) == 1
+    assert "nothing is compared with this machine's own sessions" in said[-1]
+    own.close()
+
+
+def calibrating(make_session, shape, workload, decode):
+    """A session of the side that makes profiles."""
+    made = (make_session(shape, seed, decode=decode, workload=workload) for seed in range(50))
+    return next(session for session in made if session.split == "calibration")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from starlette.testclient import TestClient
 from spark_agent.apply_placement import apply_to_running
 from spark_agent.own_profile import own_profile
 from spark_agent.server.api_error import ApiError
-from spark_agent.server.placement_control import PlacementControl, keeping
+from spark_agent.server.placement_control import PlacementControl
 from spark_agent.server.placement_routes import placement_routes
 from spark_agent.service_keys import KeyRing, PinnedKey
 from spark_agent.signatures import SignedBy
@@ -27,7 +28,7 @@ from spark_runtime.models import demo_model_path
 from spark_runtime.replacement import Rules
 from spark_runtime.sampling import Sampling
 from spark_runtime.session_counts import SessionCounts
-from spark_runtime.tier_start import profile_start, uniform_start
+from spark_runtime.tier_start import keeping, profile_start, uniform_start
 
 URL = "http://127.0.0.1:8710"
 TEXT = "How are you today? And what is the weather like by the sea?"
@@ -217,20 +218,51 @@ def test_keeping_copies_nothing(engine, shape):
         assert np.array_equal(before, after)
 
 
-def test_decisions_are_made_as_traffic_goes_on_and_told(control, engine, client):
-    for _ in range(12):
-        engine.reset()
+def repeat_one_session(engine, times=12):
+    """The same tokens each time, so that every stretch of traffic is like the others and no chance decides."""
+    for _ in range(times):
         generated(engine, 24)
         engine.reset()
+
+
+def test_traffic_that_differs_from_the_start_moves_the_priors_once_and_is_told(control, engine, client):
+    start, resident = engine.tier.start, []
+    move = engine.place
+    engine.place = lambda to: (
+        resident.append(engine.tier.resident()),
+        move(to),
+        resident.append(engine.tier.resident()),
+    )
+    repeat_one_session(engine)
     told = client.get("/spark/placement").json()
-    assert told["decisions"], "it looked"
-    assert sum(told["decisions_counted"].values()) == len(told["decisions"])
-    latest = told["decisions"][0]
-    assert latest["outcome"] in {"changed", "no_change"}
-    assert latest["cost_bytes"] == 0
-    assert told["live_cold_hit_rate"] > 0
-    changed = told["decisions_counted"]["changed"]
-    assert (told["source"] == "recent") == (changed > 0)
+    outcomes = [one["outcome"] for one in told["decisions"][::-1]]
+    assert outcomes == ["no_change", "changed", *["no_change"] * (len(outcomes) - 2)], "oldest first"
+    too_little, changed, *after = told["decisions"][::-1]
+    assert "too little traffic" in too_little["reason"]
+    assert 0 < changed["predicted_saving_per_token"] <= changed["live_cold_hits_per_token"]
+    assert (changed["cost_bytes"], changed["interval"][0] > 0) == (0, True)
+    assert all(one["reason"] == "the gain cannot be told from none" for one in after), "the same traffic goes on"
+    assert len(after) >= 2
+    assert told["decisions_counted"] == {"changed": 1, "no_change": len(outcomes) - 1}
+    assert (told["source"], told["live_cold_hit_rate"] > 0) == ("recent", True)
+    assert not any(layer.prior.any() for layer in start.layers), "it began without a profile"
+    assert all(layer.prior.any() for layer in engine.tier.start.layers)
+    before, then = resident
+    for one, other in zip(before, then, strict=True):
+        assert np.array_equal(one, other), "and nothing was copied"
+
+
+def test_what_would_save_too_little_changes_nothing(engine, trust):
+    demanding = replace(RULES, least_saving=1.0)
+    control = PlacementControl(
+        engine, Now(), trust, lambda _: None, pytest.fail, source="none", manifest=None, rules=demanding
+    )
+    start = engine.tier.start
+    repeat_one_session(engine)
+    told = control.describe()
+    assert told["decisions_counted"] == {"changed": 0, "no_change": len(told["decisions"])}
+    assert told["decisions"][0]["reason"] == "it would save less than 100% of the cold hits"
+    assert (told["source"], engine.tier.start is start) == ("none", True)
 
 
 def test_a_teams_manifest_is_only_watched(engine, trust, shape):
@@ -238,12 +270,51 @@ def test_a_teams_manifest_is_only_watched(engine, trust, shape):
         engine, Now(), trust, lambda _: None, pytest.fail, source="pulled", manifest=manifest_for(shape), rules=RULES
     )
     start = engine.tier.start
-    for _ in range(12):
-        generated(engine, 24)
-        engine.reset()
+    repeat_one_session(engine)
     assert engine.tier.start is start
-    assert control.describe()["decisions_counted"]["changed"] == 0
+    told = control.describe()
+    assert told["decisions_counted"]["changed"] == 0
+    assert any(one["reason"].startswith("only watching: ") for one in told["decisions"]), "it would have"
     assert control.manifest_of(start) == (True, control.manifest)
+
+
+@pytest.mark.parametrize("replacement", ["auto", "watch", "off"])
+def test_a_pinned_share_stays_and_a_mode_is_kept(shape, trust, replacement):
+    """Whatever is placed while it serves, the share of slots that a person wanted pinned is."""
+    rng = np.random.default_rng(0)
+    frequency = [rng.dirichlet(np.full(layer.n_experts, 0.3)) + 1e-6 for layer in shape.layers]
+    slots = [layer.slots for layer in uniform_start(shape, 0.4).layers]
+    start = profile_start(shape, frequency, slots, pinned_share=0.2)
+    assert min(layer.pinned for layer in start.layers) > 0
+    options = EngineOptions(n_ctx=256, n_threads=1, n_outputs_max=1, tier=start)
+    with Engine.load(demo_model_path(), options) as engine:
+        control = PlacementControl(
+            engine,
+            Now(),
+            trust,
+            lambda _: None,
+            pytest.fail,
+            source="none",
+            manifest=None,
+            rules=RULES,
+            replacement=replacement,
+            pinned_share=0.2,
+        )
+        repeat_one_session(engine)
+        told = control.describe()
+        assert told["replacement"] == replacement
+        assert (told["decisions_counted"]["changed"] > 0) == (replacement == "auto")
+        assert (told["decisions"] == []) == (replacement == "off")
+        pinned = [layer.pinned for layer in engine.tier.start.layers]
+        assert sum(pinned) == pytest.approx(0.2 * engine.tier.start.slots, abs=len(pinned))
+        reply = app_of(control).post("/spark/placement", json=order(manifest_for(shape, residency=0.4)))
+        assert reply.status_code == 200, reply.text
+        pinned = [layer.pinned for layer in engine.tier.start.layers]
+        assert sum(pinned) == pytest.approx(0.2 * engine.tier.start.slots, abs=len(pinned))
+        held = [set(layer.order[: layer.pinned].tolist()) for layer in engine.tier.start.layers]
+        repeat_one_session(engine, 4)
+        for experts, resident in zip(held, engine.tier.resident(), strict=True):
+            assert experts <= set(resident.tolist())
 
 
 def test_own_sessions_are_nobodys_promise(engine, trust, shape, control):

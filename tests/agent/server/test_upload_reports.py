@@ -33,7 +33,19 @@ def reports(spool: Spool, make_model: Any, make_session: Any) -> Any:
 
 def test_what_the_service_took(reports: Any, service: Any) -> None:
     (report,) = reports(service.url)
-    assert (report.uploaded, report.last_error) == (1, None)
+    assert (report.uploaded, report.last_error, report.requests) == (1, None, 1)
+
+
+def test_a_flush_that_finds_nothing_asks_nobody(spool: Spool, service: Any) -> None:
+    save_config(config_path(), Config(service_url=service.url).with_consent(True, service.url))
+    told: list[FlushReport | None] = []
+    uploader = Uploader(AgentContext.create(), spool, AgentContext.create, told.append)
+    uploader.start()
+    uploader.stop()
+    (report,) = told
+    assert report is not None
+    assert (report.requests, report.uploaded, report.last_error) == (0, 0, None)
+    assert service.requests == []
 
 
 def test_a_service_that_is_down(reports: Any) -> None:
