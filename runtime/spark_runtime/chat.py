@@ -53,16 +53,23 @@ class ChatFormat:
 
     def __init__(self, engine: Engine) -> None:
         from jinja2 import TemplateError
-        from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
         self._errors = (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
         self._engine = engine
         self._bos = engine.special_text("bos")
         self.template = engine.chat_template or _CHATML
         """The template's own text."""
+        self._format = self._formatter(self.template)
+        for_tools = engine.tool_template
+        self._tool_format = self._formatter(for_tools) if for_tools else self._format
+
+    def _formatter(self, template: str) -> Any:
+        from jinja2 import TemplateError
+        from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+
         try:
-            self._format = Jinja2ChatFormatter(
-                template=self.template, eos_token=engine.special_text("eos"), bos_token=self._bos
+            return Jinja2ChatFormatter(
+                template=template, eos_token=self._engine.special_text("eos"), bos_token=self._bos
             )
         except TemplateError as error:
             raise ChatTemplateError(f"the model's chat template cannot be read: {error}") from error
@@ -80,8 +87,11 @@ class ChatFormat:
         """
         declared: Any = list(tools) or None
         own = {name: value for name, value in (options or {}).items() if name not in _RESERVED}
+        messages = list(messages)
+        concerns_tools = bool(declared) or any("tool_calls" in each or each["role"] == "tool" for each in messages)
+        form = self._tool_format if concerns_tools else self._format
         try:
-            return str(self._format(messages=list(messages), tools=declared, **own).prompt)
+            return str(form(messages=messages, tools=declared, **own).prompt)
         except (*self._errors, RecursionError) as error:
             raise ChatTemplateError(
                 f"the model's chat template rejects these messages: {error}",
@@ -91,10 +101,9 @@ class ChatFormat:
     @cached_property
     def support(self) -> TemplateSupport:
         """What the template can say."""
-        asked = {"role": "user", "content": "probe"}
-        described = self._tried([asked], tools=[_PROBE_TOOL])
-        as_object = self._tried([asked, _probe_call({"probe_key": "probe_value"}), _PROBE_RESULT, asked])
-        as_text = self._tried([asked, _probe_call('{"probe_key": "probe_value"}'), _PROBE_RESULT, asked])
+        described = self.tried([_PROBE_ASKED], tools=[_PROBE_TOOL])
+        as_object = self._shown({"probe_key": "probe_value"})
+        as_text = self._shown('{"probe_key": "probe_value"}')
         # A template that prints what it is given spells an object as Python does, and escapes a text within JSON.
         takes_object = "probe_key" in as_object and "'probe_key'" not in as_object
         takes_text = "probe_key" in as_text and '\\"probe_key' not in as_text
@@ -105,9 +114,21 @@ class ChatFormat:
             results="probe_result" in shown,
         )
 
-    def _tried(self, messages: list[dict[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    def _shown(self, arguments: object) -> str:
+        """A call and its result; some templates want no question after them, others one."""
+        turns = [_PROBE_ASKED, _probe_call(arguments), _PROBE_RESULT, _PROBE_ASKED]
+        return next(filter(None, (self.tried(turns[:so_many], tools=[_PROBE_TOOL]) for so_many in (4, 3, 2))), "")
+
+    def tried(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """What the template makes of messages; empty where it refuses them."""
         try:
-            return self.prompt(messages, tools=tools)
+            return self.prompt(messages, tools=tools, options=options)
         except ChatTemplateError:
             return ""
 
@@ -138,6 +159,7 @@ class ChatFormat:
         return self._engine.tokenize(prompt, add_special=add_special, parse_special=True)
 
 
+_PROBE_ASKED = {"role": "user", "content": "probe"}
 _PROBE_RESULT = {"role": "tool", "content": "probe_result", "tool_call_id": "probe0000", "name": "probe_tool"}
 
 

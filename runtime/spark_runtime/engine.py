@@ -256,6 +256,11 @@ class Engine:
         """The model's own chat template."""
         return self._context.chat_template()
 
+    @property
+    def tool_template(self) -> str | None:
+        """The chat template that some models have beside their own, for conversations with tools."""
+        return self._context.chat_template("tool_use")
+
     def special_text(self, which: str) -> str:
         """Text of the ``bos`` or ``eos`` token."""
         return self._context.special_text(which)
