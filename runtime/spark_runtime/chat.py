@@ -46,6 +46,8 @@ class TemplateSupport:
     """A call's arguments are wanted as an object, not as JSON text."""
     results: bool
     """It shows messages of the role ``tool``."""
+    system: bool = True
+    """It shows messages of the role ``system``."""
 
 
 class ChatFormat:
@@ -105,13 +107,14 @@ class ChatFormat:
         as_object = self._shown({"probe_key": "probe_value"})
         as_text = self._shown('{"probe_key": "probe_value"}')
         # A template that prints what it is given spells an object as Python does, and escapes a text within JSON.
-        takes_object = "probe_key" in as_object and "'probe_key'" not in as_object
-        takes_text = "probe_key" in as_text and '\\"probe_key' not in as_text
+        takes_object = "probe_value" in as_object and "'probe_key'" not in as_object
+        takes_text = "probe_value" in as_text and '\\"probe_key' not in as_text
         shown = as_text if takes_text else as_object
         return TemplateSupport(
             tools="probe_tool" in described and (takes_object or takes_text),
             object_arguments=takes_object and not takes_text,
             results="probe_result" in shown,
+            system="probe_system" in self.tried([_PROBE_SYSTEM, _PROBE_ASKED]),
         )
 
     def _shown(self, arguments: object) -> str:
@@ -159,6 +162,7 @@ class ChatFormat:
         return self._engine.tokenize(prompt, add_special=add_special, parse_special=True)
 
 
+_PROBE_SYSTEM = {"role": "system", "content": "probe_system"}
 _PROBE_ASKED = {"role": "user", "content": "probe"}
 _PROBE_RESULT = {"role": "tool", "content": "probe_result", "tool_call_id": "probe0000", "name": "probe_tool"}
 

@@ -28,7 +28,7 @@ from spark_agent.dialogue.json_calls import (
 from spark_agent.dialogue.json_text import load_json
 from spark_agent.dialogue.messages import Tool
 from spark_agent.dialogue.output_parser import OutputParser, TaggedParser
-from spark_agent.dialogue.xml_calls import GLM, MINIMAX, QWEN_CODER, SEED
+from spark_agent.dialogue.xml_calls import GLM, MINIMAX, QWEN_CODER, SEED, TaggedCalls
 
 __all__ = ["CALL_FORMATS", "GENERIC", "OutputFormat", "Render", "detect"]
 
@@ -145,7 +145,7 @@ def _writes(calls: CallFormat, shown: str) -> bool:
     if isinstance(calls, ObjectCalls) and not calls.opening:
         after = shown.partition(calls.markers[0])[2].lstrip()
         return after.startswith("[" if calls.listed else "{") and calls.closer in after
-    return True
+    return not isinstance(calls, TaggedCalls) or calls.outer[0] in shown
 
 
 def _thinking(render: Render) -> tuple[str, str] | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from spark_agent.dialogue.call_grammar import answer_grammar, call_grammar, written_call
-from spark_agent.dialogue.detection import detect
+from spark_agent.dialogue.detection import OutputFormat, detect
 from spark_agent.dialogue.harmony import HarmonyParser
 from spark_agent.dialogue.json_calls import KIMI
 from spark_agent.dialogue.json_grammar import SchemaError
@@ -57,9 +57,9 @@ class Prompting:
         chat.spell(self._format.special)
 
     @property
-    def tool_format(self) -> str:
-        """The name of the format that calls are read in."""
-        return self._format.name
+    def output_format(self) -> OutputFormat:
+        """How the model writes calls and reasoning."""
+        return self._format
 
     def prepare(self, ask: Ask) -> Prepared:
         """Render, tokenise and check; raise :class:`ApiError`. May take a while."""
@@ -114,6 +114,8 @@ class Prompting:
             messages = _in_words(messages)
         if not self._format.described:
             messages = _instructed(messages, tools, written_call(self._format.calls))
+        if not support.system:
+            messages = _without_system(messages)
         ids = call_ids(messages, named=self._format.calls is KIMI)
         rendered: list[dict[str, Any]] = []
         for message in messages:
@@ -171,6 +173,21 @@ class Prompting:
             return None
         calls = self._format.calls if tools else None
         return TaggedParser(calls, by_name, thinking=thinking, in_thought=self._in_thought(prompt))
+
+
+def _without_system(messages: Sequence[Message]) -> list[Message]:
+    """The messages with the text of system messages at the beginning of the user's next one."""
+    written: list[Message] = []
+    told: list[str] = []
+    for message in messages:
+        if message.role == "system":
+            told.append(message.text)
+        elif message.role == "user" and told:
+            written.append(replace(message, text="\n\n".join([*told, message.text])))
+            told = []
+        else:
+            written.append(message)
+    return [*written, Message("user", "\n\n".join(told))] if told else written
 
 
 def call_ids(messages: Sequence[Message], *, named: bool) -> dict[str, str]:
