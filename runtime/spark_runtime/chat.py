@@ -48,6 +48,10 @@ class TemplateSupport:
     """It shows messages of the role ``tool``."""
     system: bool = True
     """It shows messages of the role ``system``."""
+    system_with_tools: bool = True
+    """It does so where there are tools."""
+    bare_calls: bool = False
+    """It shows calls only of messages whose content is ``None``."""
 
 
 class ChatFormat:
@@ -104,8 +108,8 @@ class ChatFormat:
     def support(self) -> TemplateSupport:
         """What the template can say."""
         described = self.tried([_PROBE_ASKED], tools=[_PROBE_TOOL])
-        as_object = self._shown({"probe_key": "probe_value"})
-        as_text = self._shown('{"probe_key": "probe_value"}')
+        bare, as_object = self._shown({"probe_key": "probe_value"})
+        bare_text, as_text = self._shown('{"probe_key": "probe_value"}')
         # A template that prints what it is given spells an object as Python does, and escapes a text within JSON.
         takes_object = "probe_value" in as_object and "'probe_key'" not in as_object
         takes_text = "probe_value" in as_text and '\\"probe_key' not in as_text
@@ -115,12 +119,22 @@ class ChatFormat:
             object_arguments=takes_object and not takes_text,
             results="probe_result" in shown,
             system="probe_system" in self.tried([_PROBE_SYSTEM, _PROBE_ASKED]),
+            system_with_tools="probe_system" in self.tried([_PROBE_SYSTEM, _PROBE_ASKED], tools=[_PROBE_TOOL]),
+            bare_calls=bare_text if takes_text else bare,
         )
 
-    def _shown(self, arguments: object) -> str:
-        """A call and its result; some templates want no question after them, others one."""
-        turns = [_PROBE_ASKED, _probe_call(arguments), _PROBE_RESULT, _PROBE_ASKED]
-        return next(filter(None, (self.tried(turns[:so_many], tools=[_PROBE_TOOL]) for so_many in (4, 3, 2))), "")
+    def _shown(self, arguments: object) -> tuple[bool, str]:
+        """A call and its result, and whether its message had to be without content."""
+        shown = ""
+        for content in ("", None):
+            turns = [_PROBE_ASKED, _probe_call(arguments, content), _PROBE_RESULT, _PROBE_ASKED]
+            # Some templates want no question after a result, others one.
+            for so_many in (4, 3, 2):
+                tried = self.tried(turns[:so_many], tools=[_PROBE_TOOL])
+                if "probe_value" in tried:
+                    return content is None, tried
+                shown = shown or tried
+        return False, shown
 
     def tried(
         self,
@@ -167,6 +181,6 @@ _PROBE_ASKED = {"role": "user", "content": "probe"}
 _PROBE_RESULT = {"role": "tool", "content": "probe_result", "tool_call_id": "probe0000", "name": "probe_tool"}
 
 
-def _probe_call(arguments: object) -> dict[str, Any]:
+def _probe_call(arguments: object, content: str | None) -> dict[str, Any]:
     call = {"id": "probe0000", "type": "function", "function": {"name": "probe_tool", "arguments": arguments}}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}

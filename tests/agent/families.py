@@ -133,6 +133,7 @@ DEEPSEEK_V3_1 = (
     )
     + "{{ '<think>' if thinking else '</think>' }}"
 )
+DEEPSEEK_R1_BARE = DEEPSEEK_R1.replace("{%- elif m.tool_calls %}", "{%- elif m.tool_calls and m.content is none %}")
 LLAMA_3 = """{{ bos_token }}{% for m in messages %}
 {%- if loop.first and tools %}<|start_header_id|>system<|end_header_id|>
 
@@ -178,6 +179,15 @@ NEMOTRON_NANO = chatml(
 PHI_4_MINI = chatml("<|tool_call|>{{ f | tojson }}<|/tool_call|>")
 GRANITE_3 = chatml("<|tool_call|>[{{ f | tojson }}]")
 JAMBA = chatml("<tool_calls>[{{ f | tojson }}]</tool_calls>")
+MINIMAX_M1 = chatml("<tool_calls>\n{{ f | tojson }}\n</tool_calls>")
+GIGACHAT = (
+    CHATML_TOOLS.replace("{{ m.content }}", "")
+    .replace("REASONING", "{{ m.content }}")
+    .replace(
+        "CALL",
+        '<|message_sep|>function call<|role_sep|>\n{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}',
+    )
+)
 SEED = chatml(
     "<seed:tool_call>\n<function={{ f.name }}>\n"
     + PAIRS.replace("PAIR", f"<parameter={{{{ k }}}}>{VALUE}</parameter>\n")

@@ -65,7 +65,7 @@ def chat_of(template: str | None) -> ChatFormat:
         (None, TemplateSupport(tools=False, object_arguments=False, results=True)),
         (
             "{{ raise_exception('no') }}",
-            TemplateSupport(tools=False, object_arguments=False, results=False, system=False),
+            TemplateSupport(tools=False, object_arguments=False, results=False, system=False, system_with_tools=False),
         ),
     ],
 )

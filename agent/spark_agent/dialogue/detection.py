@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from spark_agent.dialogue.json_calls import (
     HERMES,
     KIMI,
     LLAMA,
+    MINIMAX_M1,
     MISTRAL,
     MISTRAL_NAMED,
     NEMOTRON,
@@ -36,7 +38,7 @@ Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Tool], Mapping[str, Any
 """What a template makes of messages, tools and options; empty where it refuses them."""
 CALL_FORMATS: tuple[CallFormat, ...] = (
     QWEN_CODER, SEED, GLM, MINIMAX, HERMES, MISTRAL, MISTRAL_NAMED, DEEPSEEK, DEEPSEEK_BARE, KIMI, NEMOTRON, PHI,
-    GRANITE, TOOL_CALLS, LLAMA,
+    GRANITE, TOOL_CALLS, MINIMAX_M1, LLAMA,
 )  # fmt: skip
 """Those that only look like another one come before it."""
 _THINKING = (
@@ -95,31 +97,36 @@ def detect(render: Render) -> OutputFormat:
     """
     described = _NAME in render([_ASKED], [_TOOL], {})
     thinking = _thinking(render)
+    # What stands between a question and the model's answer to it.
+    before = render([_ASKED], [_TOOL], {}).partition(str(_ASKED["content"]))[2]
     for shown in _shown(render):
         if _reads(HarmonyParser({_NAME: _TOOL}), shown):
             return OutputFormat("harmony", None, None, described)
         for calls in CALL_FORMATS:
-            if _writes(calls, shown) and _reads(TaggedParser(calls, {_NAME: _TOOL}), shown[_begin(calls, shown) :]):
+            if _writes(calls, shown, before) and _reads(
+                TaggedParser(calls, {_NAME: _TOOL}), shown[_begin(calls, shown) :]
+            ):
                 return OutputFormat(calls.name, calls, thinking, described)
     return OutputFormat(GENERIC, HERMES, thinking, described=False)
 
 
 def _shown(render: Render) -> Iterator[str]:
     """A call as the template shows it, for each way in which it may want arguments and ids."""
-    for identifier in ("probe0000", f"functions.{_NAME}:0"):
-        for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS)):
-            call = {"id": identifier, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
-            turns: list[Mapping[str, Any]] = [
-                _ASKED,
-                {"role": "assistant", "content": "", "tool_calls": [call]},
-                {"role": "tool", "content": _RESULT, "tool_call_id": identifier, "name": _NAME},
-                _FURTHER,
-            ]
-            for so_many in (4, 3, 2):
-                _, _, after = render(turns[:so_many], [_TOOL], {}).partition(str(_ASKED["content"]))
-                if _VALUE in after:
-                    yield after.partition(_RESULT)[0].partition(str(_FURTHER["content"]))[0]
-                    break
+    ways = itertools.product(("probe0000", f"functions.{_NAME}:0"), ("", None), (_ARGUMENTS, json.dumps(_ARGUMENTS)))
+    for identifier, content, arguments in ways:
+        call = {"id": identifier, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
+        turns: list[Mapping[str, Any]] = [
+            _ASKED,
+            {"role": "assistant", "content": content, "tool_calls": [call]},
+            {"role": "tool", "content": _RESULT, "tool_call_id": identifier, "name": _NAME},
+            _FURTHER,
+        ]
+        # Some templates want no question after a result, others one.
+        for so_many in (4, 3, 2):
+            _, _, after = render(turns[:so_many], [_TOOL], {}).partition(str(_ASKED["content"]))
+            if _VALUE in after:
+                yield after.partition(_RESULT)[0].partition(str(_FURTHER["content"]))[0]
+                break
 
 
 def _begin(calls: CallFormat, shown: str) -> int:
@@ -136,7 +143,7 @@ def _is_probe(call: Call) -> bool:
     return call.name == _NAME and load_json(call.arguments) == _ARGUMENTS
 
 
-def _writes(calls: CallFormat, shown: str) -> bool:
+def _writes(calls: CallFormat, shown: str, before: str) -> bool:
     """Whether it is this variant of a format; what is read is wider."""
     if isinstance(calls, NamedCalls):
         return calls.written.replace("NAME", _NAME).replace("INDEX", "0") in shown or (
@@ -145,6 +152,9 @@ def _writes(calls: CallFormat, shown: str) -> bool:
     if isinstance(calls, ObjectCalls) and not calls.opening:
         after = shown.partition(calls.markers[0])[2].lstrip()
         return after.startswith("[" if calls.listed else "{") and calls.closer in after
+    if calls.opening:
+        # Anything else before the call would be the model's to write, and nobody would read it.
+        return shown[: _begin(calls, shown)].rstrip() == before.rstrip()
     return not isinstance(calls, TaggedCalls) or calls.outer[0] in shown
 
 

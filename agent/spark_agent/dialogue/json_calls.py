@@ -21,6 +21,7 @@ __all__ = [
     "HERMES",
     "KIMI",
     "LLAMA",
+    "MINIMAX_M1",
     "MISTRAL",
     "MISTRAL_NAMED",
     "NEMOTRON",
@@ -149,6 +150,9 @@ class ObjectCalls:
         begin = yield from source.skip_space()
         if begin == "{":
             read = yield from _object_call(source, tools, known=self.known)
+            # Some write one after the other between the same markers.
+            while read and not self.known and (yield from source.skip_space()) == "{":
+                read = yield from _object_call(source, tools, known=False)
         elif begin == "[" and not self.known:
             read = yield from _list_of_calls(source, tools)
         else:
@@ -204,6 +208,7 @@ GRANITE = ObjectCalls("granite3", ("<|tool_call|>",), listed=True)
 PHI = ObjectCalls("phi4", ("<|tool_call|>",), closer="<|/tool_call|>")
 TOOL_CALLS = ObjectCalls("tool_calls", ("<tool_calls>",), closer="</tool_calls>", listed=True)
 """Jamba, Apriel."""
+MINIMAX_M1 = ObjectCalls("minimax-m1", TOOL_CALLS.markers, closer=TOOL_CALLS.closer, around="\n")
 MISTRAL = ObjectCalls("mistral", ("[TOOL_CALLS]",), listed=True)
 """Mistral 7B, Nemo, Large and Small up to 3.1."""
 

@@ -114,7 +114,8 @@ class Prompting:
             messages = _in_words(messages)
         if not self._format.described:
             messages = _instructed(messages, tools, written_call(self._format.calls))
-        if not support.system:
+        concerns_tools = bool(tools) or any(message.calls or message.role == "tool" for message in messages)
+        if not (support.system_with_tools if concerns_tools and self._format.described else support.system):
             messages = _without_system(messages)
         ids = call_ids(messages, named=self._format.calls is KIMI)
         rendered: list[dict[str, Any]] = []
@@ -123,6 +124,8 @@ class Prompting:
             if message.reasoning:
                 # Qwen and DeepSeek templates read the one, gpt-oss' the other.
                 each["reasoning_content"] = each["thinking"] = message.reasoning
+            if message.calls and support.bare_calls and not message.text:
+                each["content"] = None
             if message.calls:
                 each["tool_calls"] = [self._call(call, ids[call.id]) for call in message.calls]
             if message.role == "tool" and not support.results:

@@ -230,6 +230,7 @@ WRITTEN = {
     "nemotron": '<TOOLCALL>[{"name": "look", "arguments": {"at": "x", "n": 1}}]</TOOLCALL>',
     "granite3": '<|tool_call|>[{"name": "look", "arguments": {"at": "x", "n": 1}}]',
     "phi4": '<|tool_call|>{"name": "look", "arguments": {"at": "x", "n": 1}}<|/tool_call|>',
+    "minimax-m1": '<tool_calls>\n{"name": "look", "arguments": {"at": "x", "n": 1}}\n</tool_calls>',
     "tool_calls": '<tool_calls>[{"name": "look", "arguments": {"at": "x", "n": 1}}]</tool_calls>',
     "seed": (
         "<seed:tool_call>\n<function=look>\n<parameter=at>x</parameter>\n<parameter=n>1</parameter>\n"

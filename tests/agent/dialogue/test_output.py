@@ -77,6 +77,7 @@ WHOLE = {
     "nemotron": f"<TOOLCALL>[{LOOK_JSON}, {STOP_JSON}]</TOOLCALL>",
     "granite3": f"<|tool_call|>[{LOOK_JSON}, {STOP_JSON}]",
     "phi4": f"<|tool_call|>{LOOK_JSON}<|/tool_call|><|tool_call|>{STOP_JSON}<|/tool_call|>",
+    "minimax-m1": f"<tool_calls>\n{LOOK_JSON}\n{STOP_JSON}\n</tool_calls>",
     "tool_calls": f"<tool_calls>[{LOOK_JSON}, {STOP_JSON}]</tool_calls>",
     "qwen-coder": f"<tool_call>\n{TAGGED[0]}</tool_call>\n<tool_call>\n{TAGGED[1]}</tool_call>",
     "seed": f"<seed:tool_call>\n{TAGGED[0]}{TAGGED[1]}</seed:tool_call>",

@@ -27,6 +27,7 @@ FAMILIES: dict[str, tuple[str, str, bool, tuple[str, str] | None]] = {
     "Mistral Small 3.2": (families.MISTRAL_SMALL, "mistral-named", True, None),
     "Magistral": (families.MAGISTRAL, "mistral-named", True, BRACKETS),
     "DeepSeek R1 distill": (families.DEEPSEEK_R1, "deepseek", False, THINK),
+    "DeepSeek R1": (families.DEEPSEEK_R1_BARE, "deepseek", False, THINK),
     "DeepSeek V3.1": (families.DEEPSEEK_V3_1, "deepseek-v3.1", False, THINK),
     "Llama 3": (families.LLAMA_3, "llama3", True, None),
     "Granite 4": (families.GRANITE_4, "hermes", True, None),
@@ -36,9 +37,11 @@ FAMILIES: dict[str, tuple[str, str, bool, tuple[str, str] | None]] = {
     "Phi-4-mini": (families.PHI_4_MINI, "phi4", True, None),
     "Granite 3": (families.GRANITE_3, "granite3", True, None),
     "Jamba": (families.JAMBA, "tool_calls", True, None),
+    "MiniMax-M1": (families.MINIMAX_M1, "minimax-m1", True, None),
     "Seed": (families.SEED, "seed", True, SEED),
     "gpt-oss": (families.GPT_OSS, "harmony", True, None),
     "pythonic": (families.PYTHONIC, "generic", False, None),
+    "GigaChat3": (families.GIGACHAT, "generic", False, None),
     "Mixtral": (families.MIXTRAL, "generic", False, None),
     "Phi-3.5-MoE": (families.PHI_3_5, "generic", False, None),
     "ChatML": (families.CHATML, "generic", False, None),
@@ -147,6 +150,14 @@ def test_hermes_template_for_tools() -> None:
     assert asked(prompting, ASKED, tools=())[0].startswith("<|im_start|>user")
     assert asked(prompting, ASKED)[0].startswith("<|start_of_role|>system")
     assert "<tool_call>" in asked(prompting, *HISTORY, tools=())[0]
+
+
+def test_a_template_that_drops_system_messages_where_there_are_tools() -> None:
+    dropping = families.GRANITE_4.replace("for m in messages", "for m in messages if m.role != 'system'")
+    prompting = prompting_of(families.CHATML, dropping)
+    told = (Message("system", "Be brief."), ASKED)
+    assert "<|im_start|>system\nBe brief." in asked(prompting, *told, tools=())[0]
+    assert "<|start_of_role|>user<|end_of_role|>Be brief.\n\nIs it calm?" in asked(prompting, *told)[0]
 
 
 def test_ids_are_those_that_templates_take() -> None:
