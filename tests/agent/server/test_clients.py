@@ -190,7 +190,7 @@ def test_arguments_stream_to_what_the_whole_answer_says(clients: Clients, model:
     with clients.anthropic.messages.stream(**messages) as events:
         text = "".join(e.delta.partial_json for e in events if e.type == "content_block_delta")
     assert text == arguments
-    for limit in (20, 40):
+    for limit in (30, 40):
         cut = clients.openai.chat.completions.create(**asked, **chat, max_tokens=limit)
         assert (cut.choices[0].finish_reason, cut.choices[0].message.tool_calls) == ("length", None)
         half = list(clients.openai.chat.completions.create(**asked, **chat, max_tokens=limit, stream=True))
@@ -198,7 +198,8 @@ def test_arguments_stream_to_what_the_whole_answer_says(clients: Clients, model:
         with clients.anthropic.messages.stream(**{**messages, "max_tokens": limit}) as events:
             kinds = [event.type for event in events]
             assert events.get_final_message().stop_reason == "max_tokens"
-        assert kinds.count("content_block_stop") == 0
+        # The call's block is never closed, so nobody runs it.
+        assert kinds.count("content_block_start") - kinds.count("content_block_stop") == kinds.count("input_json") > 0
 
 
 def test_chat_answers_in_json(clients: Clients, model: str) -> None:
