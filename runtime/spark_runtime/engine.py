@@ -246,6 +246,7 @@ class Engine:
     def spell(self, token: int, text: bytes) -> None:
         """Give a control token a text: that of markup which somebody reads."""
         self._spelled[token] = text
+        self._grammars.spelled.add(token)
 
     def is_end(self, token: int) -> bool:
         """Whether a token ends generation."""

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import IO, TypeVar, cast
 
@@ -45,8 +45,8 @@ class _LostError(Exception):
 class _Process:
     """Answers in the order in which it is asked; it loads its vocabulary first. Nothing here blocks."""
 
-    def __init__(self, model: Path) -> None:
-        command = [sys.executable, "-m", "spark_runtime.grammar_process", str(model)]
+    def __init__(self, model: Path, spelled: Iterable[int]) -> None:
+        command = [sys.executable, "-m", "spark_runtime.grammar_process", str(model), ",".join(map(str, spelled))]
         # Its own session: a terminal's interrupt is for whoever serves, which ends this one.
         self._process = subprocess.Popen(
             command,
@@ -143,6 +143,8 @@ class GrammarHost:
         self._idle: list[_Process] = []
         self._lent: set[_Process] = set()
         self.n_vocab = n_vocab
+        self.spelled: set[int] = set()
+        """Control tokens that have a text in answers; what is set after a process has started is for the next one."""
 
     def follow(self, text: str) -> Grammar:
         """A grammar at its beginning; raises :class:`GrammarError` for what is no grammar at first sight."""
@@ -160,7 +162,7 @@ class GrammarHost:
             process, fresh = self._idle.pop(), False
         else:
             try:
-                process, fresh = _Process(self._model), True
+                process, fresh = _Process(self._model, self.spelled), True
             except OSError as error:
                 raise GrammarError("the process that follows grammars does not start") from error
         self._lent.add(process)

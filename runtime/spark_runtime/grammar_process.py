@@ -1,7 +1,8 @@
-"""llama.cpp's grammars in a process of their own: run as ``python -m spark_runtime.grammar_process MODEL.gguf``.
+"""llama.cpp's grammars in a process of their own: ``python -m spark_runtime.grammar_process MODEL.gguf IDS``.
 
 A grammar comes from whoever sends a request, and llama.cpp's matcher can be made to overflow its stack, to abort, or to
-take exponential time. Here none of this reaches the process that serves. It loads the model's vocabulary alone.
+take exponential time. Here none of this reaches the process that serves. It loads the model's vocabulary alone;
+``IDS``, separated by commas, are the control tokens that have a text in answers.
 
 It follows one grammar at a time. A request is a little-endian header (operation, argument, bytes of payload) and a
 payload; the answer is a length and that many bytes, and the first one, empty, says that the vocabulary is loaded.
@@ -37,7 +38,7 @@ _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32
 
 
 class _Follower:
-    def __init__(self, path: str, errors: IO[bytes]) -> None:
+    def __init__(self, path: str, spelled: frozenset[int], errors: IO[bytes]) -> None:
         self._llama: Any = bindings()
         params = self._llama.llama_model_default_params()
         params.vocab_only = True
@@ -46,7 +47,8 @@ class _Follower:
             raise SystemExit(1)
         self._vocab = self._llama.llama_model_get_vocab(self._model)
         n_vocab = self._llama.llama_vocab_n_tokens(self._vocab)
-        self._silent = np.array([self._is_silent(token) for token in range(n_vocab)], dtype=np.bool_)
+        silent = [token not in spelled and self._is_silent(token) for token in range(n_vocab)]
+        self._silent = np.array(silent, dtype=np.bool_)
         self._all = np.zeros(n_vocab, dtype=_CANDIDATE)
         self._one = np.zeros(1, dtype=_CANDIDATE)
         self._grammar: Any = None
@@ -104,7 +106,7 @@ def main() -> None:
         os.dup2(errors.fileno(), 1)
         os.dup2(errors.fileno(), 2)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        follower = _Follower(sys.argv[1], errors)
+        follower = _Follower(sys.argv[1], frozenset(map(int, filter(None, sys.argv[2].split(",")))), errors)
         in_use = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_AS, (in_use + _MEMORY_BYTES, in_use + _MEMORY_BYTES))
         answers.write(ANSWER.pack(0))

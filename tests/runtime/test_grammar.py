@@ -68,6 +68,21 @@ def test_a_grammar_that_ends_the_process_ends_no_other_one(engine: Engine) -> No
     assert re.fullmatch(r"[a-z]{4}\d", text)
 
 
+def test_markup_that_is_spelled_is_written_as_the_token_it_is() -> None:
+    """A model that knows its markup as control tokens would otherwise have to spell it letter by letter."""
+    with Engine.load(demo_model_path(), EngineOptions(n_ctx=256, n_threads=1, count_routing=False)) as engine:
+        (marker,) = engine.tokenize("<|im_start|>", add_special=False, parse_special=True)
+        sampling = Sampling(grammar='root ::= "<|im_start|>" [a-z]', logit_bias=((marker, 50.0),))
+        engine.prompt(engine.tokenize("x"))
+        assert marker not in list(engine.generate(sampling, 20))
+    with Engine.load(demo_model_path(), EngineOptions(n_ctx=256, n_threads=1, count_routing=False)) as engine:
+        engine.spell(marker, b"<|im_start|>")
+        engine.prompt(engine.tokenize("x"))
+        tokens = list(engine.generate(sampling, 20))
+        assert tokens[0] == marker
+        assert re.fullmatch(rb"<\|im_start\|>[a-z]", b"".join(map(engine.piece, tokens)))
+
+
 def test_an_exploding_grammar_ends_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert answer(engine, Sampling(grammar='root ::= "yes"')) == "yes"
     monkeypatch.setattr("spark_runtime.grammar.STEP_S", 0.3)
