@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Generator
+from collections import deque
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -104,6 +105,9 @@ class Sampler:
         self._grammar = grammar
         self._chain = _chain(context.llama, sampling, context.n_vocab, penalty_tokens)
         self._logits: NDArray[np.float32] | None = None
+        self._forced: deque[int] = deque()
+        self._begun = False
+        """Whether the first of what was forced has been chosen."""
         self._candidates = np.zeros(context.n_vocab if grammar is not None else 0, dtype=_CANDIDATE)
 
     @property
@@ -121,19 +125,36 @@ class Sampler:
 
         Yields while a grammar is waited for; others may compute meanwhile.
         """
+        accept = self._context.llama.llama_sampler_accept
         if self._grammar is None:
-            return self._context.sample(self._chain)
+            if not self._forced:
+                return self._context.sample(self._chain)
+            token = self._forced.popleft()
+            accept(self._chain, token)
+            return token
         # As a first try may well follow the grammar, it alone is looked at; the distribution is the same.
         self._logits = logits = self._context.logits()
-        token = self._drawn(logits)
+        token = self._forced[0] if self._forced else self._drawn(logits)
+        if self._forced and (yield from self._grammar.allows(token)):
+            self._forced.popleft()
+            self._begun = True
+        elif self._forced:
+            # Not here: what has begun is left as it is, what has not is tried again after the next token.
+            if self._begun:
+                self._forced.clear()
+            token = self._drawn(logits)
         if not (yield from self._grammar.allows(token)):
             logits = np.where((yield from self._grammar.allowed()), logits, -np.inf)
             if not np.isfinite(logits.max()):
                 raise GrammarError("the grammar allows no token to go on with", "check that its rules can be completed")
             token = self._drawn(logits)
         yield from self._grammar.accept(token)
-        self._context.llama.llama_sampler_accept(self._chain, token)
+        accept(self._chain, token)
         return token
+
+    def force(self, tokens: Sequence[int]) -> None:
+        """Choose these next, as far as a grammar allows them, whatever the logits say."""
+        self._forced, self._begun = deque(tokens), False
 
     def logits(self) -> NDArray[np.float32]:
         """What the last token was chosen by, ``[n_vocab]``, before any parameter and any grammar."""

@@ -24,10 +24,11 @@ def check_tool(tool: Tool) -> None:
     JsonGrammar().schema(tool.parameters)
 
 
-def answer_grammar(schema: object, *, strict: bool, thought_end: str | None = None) -> str:
+def answer_grammar(schema: object, *, strict: bool, thought_end: str | None = None, harmony: bool = False) -> str:
     """A grammar for an answer that is JSON of a schema, after the reasoning that the prompt has opened, if any."""
     grammar = JsonGrammar()
-    return grammar.text(_after_thought(thought_end) + grammar.schema(schema, strict=strict))
+    before = f'{_HARMONY_THOUGHT} "<|channel|>final<|message|>" ' if harmony else _after_thought(thought_end)
+    return grammar.text(before + grammar.schema(schema, strict=strict))
 
 
 def call_grammar(
@@ -153,5 +154,7 @@ def _harmony(grammar: JsonGrammar, tools: Sequence[Tool]) -> str:
         f"{_arguments(grammar, tool)}"
         for tool in tools
     )
-    thought = f'("<|channel|>analysis<|message|>" {_until("<|end|>")} "<|end|><|start|>assistant")?'
-    return f"{thought} {grammar.add(' | '.join(calls))}"
+    return f"{_HARMONY_THOUGHT} {grammar.add(' | '.join(calls))}"
+
+
+_HARMONY_THOUGHT = f'("<|channel|>analysis<|message|>" {_until("<|end|>")} "<|end|><|start|>assistant")?'

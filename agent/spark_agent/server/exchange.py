@@ -50,6 +50,8 @@ class Ask:
     template_options: dict[str, Any] = field(default_factory=dict)
     prefill: str | None = None
     """The answer begins with this, and goes on after it."""
+    thought_tokens: int | None = None
+    """Most tokens of reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +230,7 @@ class Exchange:
             stops=ask.stops,
             top_logprobs=ask.top_logprobs,
             workload=workload,
+            thought_limit=prepared.thought_limit,
         )
         try:
             self._worker.submit(generation)

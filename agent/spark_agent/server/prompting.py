@@ -17,6 +17,7 @@ from spark_agent.dialogue.json_text import load_json
 from spark_agent.dialogue.messages import Message, Tool, ToolCall
 from spark_agent.dialogue.output_parser import OutputParser, TaggedParser
 from spark_agent.server.api_error import ApiError
+from spark_agent.server.thought import ThoughtLimit
 from spark_runtime.chat import ChatFormat
 from spark_runtime.errors import ChatTemplateError
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Prepared", "Prompting"]
 
+_HARMONY_THOUGHT = ("<|channel|>analysis<|message|>", "<|end|>")
 _INSTRUCTIONS = """You can call functions. Their JSON schemas:
 <tools>
 {tools}
@@ -42,6 +44,7 @@ class Prepared:
     grammar: str | None
     parser: OutputParser | None
     """``None``: all output is text."""
+    thought_limit: ThoughtLimit | None = None
 
 
 class Prompting:
@@ -71,7 +74,22 @@ class Prompting:
         prompt = self._rendered(ask, tools)
         tokens = self._chat.tokenize(prompt)
         grammar = self._grammar(ask, tools, prompt)
-        return self._fitting(tokens, grammar, self._parser(ask, tools, prompt))
+        limit = self._thought_limit(ask, prompt, demanded=grammar is not None)
+        return replace(self._fitting(tokens, grammar, self._parser(ask, tools, prompt)), thought_limit=limit)
+
+    def _thought_limit(self, ask: Ask, prompt: str, *, demanded: bool) -> ThoughtLimit | None:
+        """What was asked for; where an answer of a form is demanded, reasoning leaves it half of the tokens."""
+        most = ask.thought_tokens
+        if demanded and ask.max_tokens is not None:
+            half = max(ask.max_tokens // 2, 1)
+            most = half if most is None else min(most, half)
+        tags = _HARMONY_THOUGHT if self._format.harmony else self._format.thinking
+        if most is None or tags is None:
+            return None
+        opening, closing = tags
+        following = "<|start|>assistant" if self._format.harmony else "\n\n"
+        ending = tuple(self._chat.tokenize(closing + following, starts=False))
+        return ThoughtLimit(most, opening.encode(), closing.encode(), ending, self._in_thought(prompt))
 
     def _fitting(self, tokens: Sequence[int], grammar: str | None, parser: OutputParser | None) -> Prepared:
         if len(tokens) >= self._chat.n_ctx:
@@ -162,14 +180,18 @@ class Prompting:
         if ask.schema is None:
             return None
         try:
-            return answer_grammar(ask.schema, strict=ask.schema_strict, thought_end=self._thought_end(prompt))
+            return answer_grammar(
+                ask.schema,
+                strict=ask.schema_strict,
+                thought_end=self._thought_end(prompt),
+                harmony=self._format.harmony and ask.raw is None,
+            )
         except SchemaError as error:
             raise ApiError(400, f"response_format: {error}", "invalid_json_schema", param="response_format") from error
 
     def _parser(self, ask: Ask, tools: Sequence[Tool], prompt: str) -> OutputParser | None:
         by_name = {tool.name: tool for tool in tools}
         if self._format.harmony:
-            # A grammar for an answer allows no channels, so what comes is the answer.
             return HarmonyParser(by_name, calls=bool(tools))
         thinking = None if ask.reasoning_in_text else self._format.thinking
         if not tools and thinking is None:

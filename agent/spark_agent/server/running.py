@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from spark_agent.server.generation import AbandonedError, Finished, Generation, GenerationReport, Piece, TokenLogprob
+from spark_agent.server.thought import ThoughtWatch
 from spark_runtime.conversation import Conversation
 from spark_runtime.engine import Engine
 from spark_runtime.errors import ContextFullError
@@ -35,6 +36,7 @@ class Running:
         self._sampler: Sampler | None = None
         self._waits = False
         self._stream = TextStream(generation.stops)
+        self._thought = ThoughtWatch(generation.thought_limit) if generation.thought_limit is not None else None
         self._uncertain: deque[tuple[int, int, TokenLogprob]] = deque()
         self.finished: Finished | None = None
 
@@ -146,6 +148,9 @@ class Running:
 
     def _emit(self, engine: Engine, sampler: Sampler, token: int, *, ends: bool) -> None:
         piece = b"" if ends else engine.piece(token)
+        limit = self.generation.thought_limit
+        if limit is not None and self._thought is not None and self._thought.is_over(piece):
+            sampler.force(limit.ending)
         before = self._stream.end
         text = self._stream.push(piece)
         if self.generation.top_logprobs is None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from spark_agent.dialogue.call_grammar import answer_grammar, call_grammar, check_tool
 from spark_agent.dialogue.detection import CALL_FORMATS
-from spark_agent.dialogue.events import Call, Reasoning, merged
+from spark_agent.dialogue.events import Call, Reasoning, Text, merged
 from spark_agent.dialogue.harmony import HarmonyParser
 from spark_agent.dialogue.json_calls import HERMES
 from spark_agent.dialogue.json_grammar import MAX_DEPTH, JsonGrammar, SchemaError
@@ -256,6 +256,29 @@ def test_a_forced_call_is_one_that_is_read(name: str, follows: Any) -> None:
     assert not follows(grammar, text.replace("1", "3"))
     parser = HarmonyParser(TOOLS) if calls is None else TaggedParser(calls, TOOLS)
     assert merged(parser.push(text) + parser.end()) == [Call("look", '{"at": "x", "n": 1}')]
+
+
+def test_markup_that_only_looks_like_an_end_is_part_of_a_text(follows: Any) -> None:
+    text = "cout << x; <p>1</p> a < b </parameters> </para"
+    tool = Tool("note", parameters={"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]})
+    grammar = call_grammar(FORMATS["qwen-coder"], [tool], parallel=False)
+    written = f"<tool_call>\n<function=note>\n<parameter=text>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    assert follows(grammar, written)
+    parser = TaggedParser(FORMATS["qwen-coder"], {"note": tool})
+    assert merged(parser.push(written) + parser.end()) == [Call("note", json.dumps({"text": text}))]
+    thought = f"{text} </thinking></think>\n\nnull"
+    assert follows(answer_grammar({"type": "null"}, strict=True, thought_end="</think>"), thought)
+
+
+def test_an_answer_on_its_channel(follows: Any) -> None:
+    grammar = answer_grammar({"type": "null"}, strict=True, harmony=True)
+    thought = "<|channel|>analysis<|message|>a <b> << c<|end|><|start|>assistant"
+    answer = "<|channel|>final<|message|>null"
+    assert follows(grammar, answer)
+    assert follows(grammar, thought + answer)
+    assert not follows(grammar, "null")
+    parser = HarmonyParser({})
+    assert merged(parser.push(thought + answer) + parser.end()) == [Reasoning("a <b> << c"), Text("null")]
 
 
 def test_several_calls_where_parallel(follows: Any) -> None:

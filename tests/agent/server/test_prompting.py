@@ -9,7 +9,7 @@ import families
 import pytest
 
 from spark_agent.dialogue.events import Call, Reasoning, Text, merged
-from spark_agent.dialogue.messages import Message, Tool, ToolCall
+from spark_agent.dialogue.messages import Message, Tool, ToolCall, ToolChoice
 from spark_agent.server.api_error import ApiError
 from spark_agent.server.exchange import Ask
 from spark_agent.server.prompting import Prompting
@@ -196,3 +196,18 @@ def test_what_a_template_says_of_tools_in_words_nobody_reads_is_not_used() -> No
     assert "<tool_call>" in prompt
     call = '<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>'
     assert heard(parser, call) == [Call("look", '{"at": "x"}')]
+
+
+@pytest.mark.parametrize("template", [families.MINIMAX, families.GPT_OSS, families.QWEN3])
+def test_limits_are_in_a_models_own_words(template: str) -> None:
+    prompting = prompting_of(template)
+    ask: dict[str, Any] = {"messages": (ASKED,), "tools": (LOOK,), "thought_tokens": 40}
+    limit = prompting.prepare(Ask(Sampling(), **ask)).thought_limit
+    assert limit is not None
+    assert limit.tokens == 40
+    assert limit.closing.decode() in "".join(map(chr, limit.ending))
+    assert limit.opened == asked(prompting, ASKED)[0].rstrip().endswith("<think>")
+    forced = Ask(Sampling(), **{**ask, "choice": ToolChoice("required"), "max_tokens": 30})
+    limit = prompting.prepare(forced).thought_limit
+    assert limit is not None
+    assert limit.tokens == 15, "the call gets the rest"
