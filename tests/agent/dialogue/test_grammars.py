@@ -259,7 +259,7 @@ def test_a_forced_call_is_one_that_is_read(name: str, follows: Any) -> None:
 
 
 def test_markup_that_only_looks_like_an_end_is_part_of_a_text(follows: Any) -> None:
-    text = "cout << x; <p>1</p> a < b </parameters> </para"
+    text = "cout << x; <p>1</p> a < b </parameters> </para x"
     tool = Tool("note", parameters={"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]})
     grammar = call_grammar(FORMATS["qwen-coder"], [tool], parallel=False)
     written = f"<tool_call>\n<function=note>\n<parameter=text>\n{text}\n</parameter>\n</function>\n</tool_call>"
