@@ -24,7 +24,7 @@ from spark_runtime.errors import ChatTemplateError
 if TYPE_CHECKING:
     from spark_agent.server.exchange import Ask
 
-__all__ = ["Prepared", "Prompting"]
+__all__ = ["Prepared", "Prompting", "call_ids"]
 
 _HARMONY_THOUGHT = ("<|channel|>analysis<|message|>", "<|end|>")
 _INSTRUCTIONS = """You can call functions. Their JSON schemas:
