@@ -87,3 +87,16 @@ def test_slices_outweigh_switches() -> None:
     for _ in range(50):
         scheduler.note_switch(1.0)
     assert scheduler.slice_s == MAX_SLICE_S
+
+
+def test_who_is_blocked_is_passed_over_and_loses_nothing() -> None:
+    scheduler: Scheduler[str] = Scheduler(3)
+    for job in "abc":
+        scheduler.submit(job)
+        scheduler.start()
+    assert scheduler.next(lambda job: job == "a") == "b"
+    scheduler.charge("b", 1.0)
+    scheduler.charge("c", 2.0)
+    assert scheduler.next(lambda job: job == "a") == "b"
+    assert scheduler.next(lambda _: True) is None
+    assert scheduler.next() == "a"
