@@ -91,12 +91,13 @@ def test_slices_outweigh_switches() -> None:
 
 def test_who_is_blocked_is_passed_over_and_loses_nothing() -> None:
     scheduler: Scheduler[str] = Scheduler(3)
-    for job in "abc":
+    first, second, third = jobs = ["first", "second", "third"]
+    for job in jobs:
         scheduler.submit(job)
         scheduler.start()
-    assert scheduler.next(lambda job: job == "a") == "b"
-    scheduler.charge("b", 1.0)
-    scheduler.charge("c", 2.0)
-    assert scheduler.next(lambda job: job == "a") == "b"
+    assert scheduler.next(lambda job: job == first) == second
+    scheduler.charge(second, 1.0)
+    scheduler.charge(third, 2.0)
+    assert scheduler.next(lambda job: job == first) == second
     assert scheduler.next(lambda _: True) is None
-    assert scheduler.next() == "a"
+    assert scheduler.next() == first
