@@ -46,6 +46,12 @@ class TemplateSupport:
     """A call's arguments are wanted as an object, not as JSON text."""
     results: bool
     """It shows messages of the role ``tool``."""
+    system: bool = True
+    """It shows messages of the role ``system``."""
+    system_with_tools: bool = True
+    """It does so where there are tools."""
+    bare_calls: bool = False
+    """It shows calls only of messages whose content is ``None``."""
 
 
 class ChatFormat:
@@ -53,16 +59,23 @@ class ChatFormat:
 
     def __init__(self, engine: Engine) -> None:
         from jinja2 import TemplateError
-        from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
         self._errors = (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
         self._engine = engine
         self._bos = engine.special_text("bos")
         self.template = engine.chat_template or _CHATML
         """The template's own text."""
+        self._format = self._formatter(self.template)
+        for_tools = engine.tool_template
+        self._tool_format = self._formatter(for_tools) if for_tools else self._format
+
+    def _formatter(self, template: str) -> Any:
+        from jinja2 import TemplateError
+        from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+
         try:
-            self._format = Jinja2ChatFormatter(
-                template=self.template, eos_token=engine.special_text("eos"), bos_token=self._bos
+            return Jinja2ChatFormatter(
+                template=template, eos_token=self._engine.special_text("eos"), bos_token=self._bos
             )
         except TemplateError as error:
             raise ChatTemplateError(f"the model's chat template cannot be read: {error}") from error
@@ -80,8 +93,11 @@ class ChatFormat:
         """
         declared: Any = list(tools) or None
         own = {name: value for name, value in (options or {}).items() if name not in _RESERVED}
+        messages = list(messages)
+        concerns_tools = bool(declared) or any("tool_calls" in each or each["role"] == "tool" for each in messages)
+        form = self._tool_format if concerns_tools else self._format
         try:
-            return str(self._format(messages=list(messages), tools=declared, **own).prompt)
+            return str(form(messages=messages, tools=declared, **own).prompt)
         except (*self._errors, RecursionError) as error:
             raise ChatTemplateError(
                 f"the model's chat template rejects these messages: {error}",
@@ -91,23 +107,45 @@ class ChatFormat:
     @cached_property
     def support(self) -> TemplateSupport:
         """What the template can say."""
-        asked = {"role": "user", "content": "probe"}
-        described = self._tried([asked], tools=[_PROBE_TOOL])
-        as_object = self._tried([asked, _probe_call({"probe_key": "probe_value"}), _PROBE_RESULT, asked])
-        as_text = self._tried([asked, _probe_call('{"probe_key": "probe_value"}'), _PROBE_RESULT, asked])
+        described = self.tried([_PROBE_ASKED], tools=[_PROBE_TOOL])
+        bare, as_object = self._shown({"probe_key": "probe_value"})
+        bare_text, as_text = self._shown('{"probe_key": "probe_value"}')
         # A template that prints what it is given spells an object as Python does, and escapes a text within JSON.
-        takes_object = "probe_key" in as_object and "'probe_key'" not in as_object
-        takes_text = "probe_key" in as_text and '\\"probe_key' not in as_text
+        takes_object = "probe_value" in as_object and "'probe_key'" not in as_object
+        takes_text = "probe_value" in as_text and '\\"probe_key' not in as_text
         shown = as_text if takes_text else as_object
         return TemplateSupport(
             tools="probe_tool" in described and (takes_object or takes_text),
             object_arguments=takes_object and not takes_text,
             results="probe_result" in shown,
+            system="probe_system" in self.tried([_PROBE_SYSTEM, _PROBE_ASKED]),
+            system_with_tools="probe_system" in self.tried([_PROBE_SYSTEM, _PROBE_ASKED], tools=[_PROBE_TOOL]),
+            bare_calls=bare_text if takes_text else bare,
         )
 
-    def _tried(self, messages: list[dict[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    def _shown(self, arguments: object) -> tuple[bool, str]:
+        """A call and its result, and whether its message had to be without content."""
+        shown = ""
+        for content in ("", None):
+            turns = [_PROBE_ASKED, _probe_call(arguments, content), _PROBE_RESULT, _PROBE_ASKED]
+            # Some templates want no question after a result, others one.
+            for so_many in (4, 3, 2):
+                tried = self.tried(turns[:so_many], tools=[_PROBE_TOOL])
+                if "probe_value" in tried:
+                    return content is None, tried
+                shown = shown or tried
+        return False, shown
+
+    def tried(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """What the template makes of messages; empty where it refuses them."""
         try:
-            return self.prompt(messages, tools=tools)
+            return self.prompt(messages, tools=tools, options=options)
         except ChatTemplateError:
             return ""
 
@@ -138,9 +176,11 @@ class ChatFormat:
         return self._engine.tokenize(prompt, add_special=add_special, parse_special=True)
 
 
+_PROBE_SYSTEM = {"role": "system", "content": "probe_system"}
+_PROBE_ASKED = {"role": "user", "content": "probe"}
 _PROBE_RESULT = {"role": "tool", "content": "probe_result", "tool_call_id": "probe0000", "name": "probe_tool"}
 
 
-def _probe_call(arguments: object) -> dict[str, Any]:
+def _probe_call(arguments: object, content: str | None) -> dict[str, Any]:
     call = {"id": "probe0000", "type": "function", "function": {"name": "probe_tool", "arguments": arguments}}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}

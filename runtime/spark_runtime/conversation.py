@@ -6,6 +6,7 @@ one call, so that what one of them gets does not depend on the others, and so th
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from spark_schemas.ids import Phase
 
 __all__ = ["Computing", "Conversation"]
+
+
+POLL_S = 0.001
+"""Between two looks whether a grammar has answered."""
 
 
 class Computing:
@@ -168,27 +173,32 @@ class Conversation:
         """Chooses this conversation's tokens; penalties look at all that it generates. The caller closes it."""
         return Sampler(self._context, sampling, penalty_tokens=self._context.n_ctx, grammar=grammar)
 
-    def choose(self, sampler: Sampler) -> int:
-        """The next token, while the last one computed is this conversation's."""
-        token = sampler.choose()
-        self._computing.check_tier()
-        return token
-
     def advance(self, token: int) -> None:
         """Compute a token that was chosen."""
         self._computing.decode(self, (token,), "decode")
         self.tokens.append(token)
 
-    def generate(self, sampler: Sampler, max_tokens: int) -> Iterator[int]:
+    def steps(self, sampler: Sampler, max_tokens: int) -> Iterator[int | None]:
         """Generate after :meth:`prompt`, at most ``max_tokens`` and to the end of the context.
 
-        An ending token is yielded and not computed. Closing the iterator stops at once. Between two tokens other
-        conversations may compute; raises :class:`DecodeError` when this one was forgotten meanwhile.
+        ``None`` is no token: a grammar is waited for. An ending token is yielded and not computed. Closing the iterator
+        stops at once. Between two steps other conversations may compute; raises :class:`DecodeError` when this one was
+        forgotten meanwhile.
         """
         for _ in range(max_tokens):
-            token, n_past = self.choose(sampler), self.n_past
+            n_past = self.n_past
+            token = yield from sampler.choosing()
+            self._computing.check_tier()
             yield token
             if self._context.is_end(token) or n_past >= self._context.n_ctx:
                 return
             self.check_holds(n_past)
             self.advance(token)
+
+    def generate(self, sampler: Sampler, max_tokens: int) -> Iterator[int]:
+        """:meth:`steps` without those that are no token: a grammar is waited for."""
+        for token in self.steps(sampler, max_tokens):
+            if token is None:
+                time.sleep(POLL_S)
+            else:
+                yield token

@@ -226,6 +226,7 @@ class Engine:
     def spell(self, token: int, text: bytes) -> None:
         """Give a control token a text: that of markup which somebody reads."""
         self._spelled[token] = text
+        self._grammars.spelled.add(token)
 
     def is_end(self, token: int) -> bool:
         """Whether a token ends generation."""
@@ -235,6 +236,11 @@ class Engine:
     def chat_template(self) -> str | None:
         """The model's own chat template."""
         return self._context.chat_template()
+
+    @property
+    def tool_template(self) -> str | None:
+        """The chat template that some models have beside their own, for conversations with tools."""
+        return self._context.chat_template("tool_use")
 
     def special_text(self, which: str) -> str:
         """Text of the ``bos`` or ``eos`` token."""

@@ -1,4 +1,8 @@
-"""Following grammars that are not trusted: in another process, which may hang or die in place of this one."""
+"""Following grammars that are not trusted: in other processes, which may hang or die in place of this one.
+
+Each grammar that is followed has a process to itself, so that one that hangs or dies takes no other with it, and nobody
+waits here for an answer: what follows a grammar is a generator that yields while the process computes.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,10 @@ import select
 import subprocess
 import sys
 import time
+from collections import deque
+from collections.abc import Generator, Iterable
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +30,12 @@ STEP_S = 2.0
 """A sensible grammar's slowest step over a large vocabulary takes a few hundredths of a second."""
 START_S = 60.0
 """Loading a vocabulary, on a busy machine."""
+PATIENCE_S = 0.005
+"""An answer that comes so soon is waited for: letting others compute meanwhile takes longer."""
+MAX_IDLE = 1
+"""Processes that are kept for the next grammar; each holds the vocabulary."""
+_T = TypeVar("_T")
+_Waits = Generator[None, None, _T]
 
 
 class _LostError(Exception):
@@ -31,8 +43,10 @@ class _LostError(Exception):
 
 
 class _Process:
-    def __init__(self, model: Path) -> None:
-        command = [sys.executable, "-m", "spark_runtime.grammar_process", str(model)]
+    """Answers in the order in which it is asked; it loads its vocabulary first. Nothing here blocks."""
+
+    def __init__(self, model: Path, spelled: Iterable[int]) -> None:
+        command = [sys.executable, "-m", "spark_runtime.grammar_process", str(model), ",".join(map(str, spelled))]
         # Its own session: a terminal's interrupt is for whoever serves, which ends this one.
         self._process = subprocess.Popen(
             command,
@@ -43,36 +57,78 @@ class _Process:
             start_new_session=True,
         )
         self._requests, self._answers = cast("IO[bytes]", self._process.stdin), cast("IO[bytes]", self._process.stdout)
-        self.opened: set[int] = set()
-        try:
-            self._answer(START_S)
-        except BaseException:
-            self.end()
-            raise
+        os.set_blocking(self._requests.fileno(), False)
+        os.set_blocking(self._answers.fileno(), False)
+        self._unsent = self._unread = b""
+        self._asked: deque[bool] = deque([False])
+        """What was asked and not answered, oldest first: whether the answer is wanted."""
+        self._deadline = time.monotonic() + START_S
+        self._lost = False
 
-    def ask(self, operation: int, handle: int, argument: int = 0, payload: bytes = b"") -> bytes:
-        try:
-            self._requests.write(wire.HEADER.pack(operation, handle, argument, len(payload)) + payload)
-        except OSError as error:
-            raise _LostError from error
-        return self._answer(STEP_S)
+    @property
+    def busy(self) -> bool:
+        """Whether anything asked has not been answered."""
+        return bool(self._asked)
 
-    def _answer(self, limit_s: float) -> bytes:
-        deadline = time.monotonic() + limit_s
-        (size,) = wire.ANSWER.unpack(self._read(wire.ANSWER.size, deadline))
-        return self._read(size, deadline)
+    def ask(self, operation: int, argument: int = 0, payload: bytes = b"", *, wanted: bool = True) -> None:
+        """Ask; the answer to what is not wanted is dropped."""
+        if not self._asked:
+            self._deadline = time.monotonic() + STEP_S
+        self._asked.append(wanted)
+        self._unsent += wire.HEADER.pack(operation, argument, len(payload)) + payload
 
-    def _read(self, size: int, deadline: float) -> bytes:
-        found = b""
-        while len(found) < size:
-            ready, _, _ = select.select([self._answers], [], [], max(0.0, deadline - time.monotonic()))
-            part = os.read(self._answers.fileno(), size - len(found)) if ready else b""
-            if not part:
+    def is_answered(self) -> bool:
+        """Whether :meth:`answer` has one, or would raise."""
+        self._pump()
+        return self._lost or time.monotonic() > self._deadline or self._whole()
+
+    def answer(self, wait_s: float = 0.0) -> bytes | None:
+        """The next answer that is wanted, once it is there; raises :class:`_LostError`."""
+        until = time.monotonic() + wait_s
+        while True:
+            self._pump()
+            while (found := self._next()) is not None:
+                if self._asked.popleft():
+                    return found
+                self._deadline = time.monotonic() + STEP_S
+            now = time.monotonic()
+            if self._lost or now > self._deadline:
+                self._lost = True
                 raise _LostError
-            found += part
+            if now >= until or not self._asked:
+                return None
+            writing = [self._requests] if self._unsent else []
+            select.select([self._answers], writing, [], until - now)
+
+    def _pump(self) -> None:
+        try:
+            while self._unsent:
+                self._unsent = self._unsent[os.write(self._requests.fileno(), self._unsent) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._lost = True
+        with contextlib.suppress(BlockingIOError):
+            while part := os.read(self._answers.fileno(), 1 << 20):
+                self._unread += part
+            self._lost = True
+
+    def _whole(self) -> bool:
+        """Whether one answer is there."""
+        head = wire.ANSWER.size
+        return len(self._unread) >= head and len(self._unread) >= head + wire.ANSWER.unpack_from(self._unread)[0]
+
+    def _next(self) -> bytes | None:
+        if not self._asked or not self._whole():
+            return None
+        end = wire.ANSWER.size + wire.ANSWER.unpack_from(self._unread)[0]
+        found, self._unread = self._unread[wire.ANSWER.size : end], self._unread[end:]
+        # What was asked next is begun now.
+        self._deadline = time.monotonic() + STEP_S
         return found
 
     def end(self) -> None:
+        """End it; safe to call twice."""
         self._process.kill()
         self._process.wait()
         self._requests.close()
@@ -80,99 +136,141 @@ class _Process:
 
 
 class GrammarHost:
-    """Starts the process when a grammar is first asked for, and again when one has ended it. Not thread-safe."""
+    """Starts processes when grammars are asked for. Not thread-safe."""
 
     def __init__(self, model: Path, n_vocab: int) -> None:
         self._model = model
-        self._process: _Process | None = None
-        self._handles = 0
+        self._idle: list[_Process] = []
+        self._lent: set[_Process] = set()
         self.n_vocab = n_vocab
+        self.spelled: set[int] = set()
+        """Control tokens that have a text in answers; what is set after a process has started is for the next one."""
 
     def follow(self, text: str) -> Grammar:
-        """A grammar at its beginning; raise :class:`GrammarError` with why it cannot be followed."""
+        """A grammar at its beginning; raises :class:`GrammarError` for what is no grammar at first sight."""
         raw = text.encode()
         if not text.strip() or len(raw) > MAX_GRAMMAR_BYTES or b"\0" in raw:
             raise GrammarError(
                 f"a grammar of {len(raw)} bytes, expected 1 to {MAX_GRAMMAR_BYTES} bytes of GBNF text",
                 "the rule 'root' says what an answer looks like",
             )
-        self._handles += 1
-        grammar = Grammar(self, self._handles, raw)
-        grammar.start()
-        return grammar
+        return Grammar(self, raw)
 
-    @property
-    def process(self) -> _Process:
-        """The running process; raises :class:`GrammarError` when it cannot be started."""
-        if self._process is None:
+    def lend(self, *, fresh: bool = False) -> tuple[_Process, bool]:
+        """A process for one grammar, and whether it has followed none before."""
+        if self._idle and not fresh:
+            process, fresh = self._idle.pop(), False
+        else:
             try:
-                self._process = _Process(self._model)
-            except (OSError, _LostError) as error:
+                process, fresh = _Process(self._model, self.spelled), True
+            except OSError as error:
                 raise GrammarError("the process that follows grammars does not start") from error
-        return self._process
+        self._lent.add(process)
+        return process, fresh
 
-    def is_open(self, handle: int) -> bool:
-        """Whether the process that runs, if any, knows a grammar."""
-        return self._process is not None and handle in self._process.opened
+    def end(self, process: _Process) -> None:
+        """End a process that was lent."""
+        self._lent.discard(process)
+        process.end()
+
+    def take_back(self, process: _Process) -> None:
+        """A process that nobody uses any more."""
+        if process.busy or len(self._idle) >= MAX_IDLE:
+            self.end(process)
+            return
+        self._lent.discard(process)
+        process.ask(wire.CLOSE, wanted=False)
+        with contextlib.suppress(_LostError):
+            process.answer()
+        self._idle.append(process)
 
     def close(self) -> None:
-        """End the process; safe to call twice."""
-        if self._process is not None:
-            self._process.end()
-            self._process = None
+        """End all processes; safe to call twice."""
+        for process in (*self._idle, *self._lent):
+            process.end()
+        self._idle.clear()
+        self._lent.clear()
 
 
 class Grammar:
     """One text's way through a grammar; see :class:`spark_runtime.sampling.FollowedGrammar`."""
 
-    def __init__(self, host: GrammarHost, handle: int, text: bytes) -> None:
+    def __init__(self, host: GrammarHost, text: bytes) -> None:
         self._host = host
-        self._handle = handle
         self._text = text
-        self._accepted: list[int] = []
+        self._opened = False
+        self._process: _Process | None
+        self._process, self._fresh = host.lend()
+        self._process.ask(wire.OPEN, payload=text)
 
-    def start(self) -> None:
-        """Read the grammar, and what was accepted so far; raises :class:`GrammarError`."""
-        process = self._host.process
-        fault = self._ask(wire.OPEN, payload=self._text)
+    def opened(self) -> _Waits[None]:
+        """Wait until it is read; raises :class:`GrammarError` with why it cannot be."""
+        if self._opened:
+            return
+        if not self._fresh:
+            try:
+                fault = yield from self._answer()
+            except _LostError:
+                # It may have been the grammar before this one.
+                self._start_again()
+                fault = yield from self._told()
+        else:
+            fault = yield from self._told()
         if fault:
             reason = " ".join(fault.decode(errors="replace").split())[:200]
             raise GrammarError(f"llama.cpp cannot read the grammar: {reason}", "expected GBNF with a rule 'root'")
-        process.opened.add(self._handle)
-        for token in self._accepted:
-            self._ask(wire.ACCEPT, token)
+        self._opened = True
 
-    def allows(self, token: int) -> bool:
+    def _start_again(self) -> None:
+        if self._process is not None:
+            self._host.end(self._process)
+            self._process, self._fresh = self._host.lend(fresh=True)
+            self._process.ask(wire.OPEN, payload=self._text)
+
+    def allows(self, token: int) -> _Waits[bool]:
         """Whether a token may come next."""
-        return self._step(wire.ALLOWS, token) == b"\1"
+        return (yield from self._step(wire.ALLOWS, token)) == b"\1"
 
-    def allowed(self) -> NDArray[np.bool_]:
+    def allowed(self) -> _Waits[NDArray[np.bool_]]:
         """Whether each token may come next, ``[n_vocab]``."""
-        packed = np.frombuffer(self._step(wire.ALLOWED), dtype=np.uint8)
+        packed = np.frombuffer((yield from self._step(wire.ALLOWED)), dtype=np.uint8)
         return np.unpackbits(packed, count=self._host.n_vocab).astype(np.bool_)
 
-    def accept(self, token: int) -> None:
+    def accept(self, token: int) -> _Waits[None]:
         """Go on by a token that may come next."""
-        self._step(wire.ACCEPT, token)
-        self._accepted.append(token)
+        yield from self._step(wire.ACCEPT, token)
+
+    @property
+    def waits(self) -> bool:
+        """Whether what was asked last will take a while yet; when it never comes, asking on says so."""
+        return self._process is not None and self._process.busy and not self._process.is_answered()
 
     def close(self) -> None:
-        """Free it; safe to call twice."""
-        if self._host.is_open(self._handle):
-            self._host.process.opened.discard(self._handle)
-            with contextlib.suppress(GrammarError):
-                self._ask(wire.CLOSE)
+        """Let go of it; safe to call twice."""
+        if self._process is not None:
+            self._host.take_back(self._process)
+            self._process = None
 
-    def _step(self, operation: int, token: int = 0) -> bytes:
-        if not self._host.is_open(self._handle):
-            self.start()  # another grammar ended the process
-        return self._ask(operation, token)
+    def _step(self, operation: int, token: int = 0) -> _Waits[bytes]:
+        yield from self.opened()
+        if self._process is None:
+            raise GrammarError("the grammar was closed")
+        self._process.ask(operation, token)
+        return (yield from self._told())
 
-    def _ask(self, operation: int, argument: int = 0, payload: bytes = b"") -> bytes:
+    def _told(self) -> _Waits[bytes]:
         try:
-            return self._host.process.ask(operation, self._handle, argument, payload)
+            return (yield from self._answer())
         except _LostError as error:
-            self._host.close()
             raise GrammarError(
                 "llama.cpp fails on this grammar, or takes too long", "make it smaller and less ambiguous"
             ) from error
+
+    def _answer(self) -> _Waits[bytes]:
+        wait_s = PATIENCE_S
+        while self._process is not None:
+            if (found := self._process.answer(wait_s)) is not None:
+                return found
+            wait_s = 0.0
+            yield
+        raise GrammarError("the grammar was closed")

@@ -1,10 +1,12 @@
-"""llama.cpp's grammars in a process of their own: run as ``python -m spark_runtime.grammar_process MODEL.gguf``.
+"""llama.cpp's grammars in a process of their own: ``python -m spark_runtime.grammar_process MODEL.gguf IDS``.
 
 A grammar comes from whoever sends a request, and llama.cpp's matcher can be made to overflow its stack, to abort, or to
-take exponential time. Here none of this reaches the process that serves. It loads the model's vocabulary alone.
+take exponential time. Here none of this reaches the process that serves. It loads the model's vocabulary alone;
+``IDS``, separated by commas, are the control tokens that have a text in answers.
 
-A request is a little-endian header (operation, handle, argument, bytes of payload) and a payload; the answer is a
-length and that many bytes. :class:`spark_runtime.grammar.GrammarHost` speaks the other side.
+It follows one grammar at a time. A request is a little-endian header (operation, argument, bytes of payload) and a
+payload; the answer is a length and that many bytes, and the first one, empty, says that the vocabulary is loaded.
+:class:`spark_runtime.grammar.GrammarHost` speaks the other side.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from spark_runtime.llama import bindings
 
 __all__ = ["ACCEPT", "ALLOWED", "ALLOWS", "ANSWER", "CLOSE", "HEADER", "OPEN", "STEP_LIMIT_S", "main"]
 
-HEADER = struct.Struct("<BIII")
+HEADER = struct.Struct("<BII")
 ANSWER = struct.Struct("<I")
 OPEN, ALLOWS, ALLOWED, ACCEPT, CLOSE = range(5)
 STEP_LIMIT_S = 10
@@ -35,8 +37,8 @@ _MEMORY_BYTES = 2 * 2**30
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 
 
-class _Grammars:
-    def __init__(self, path: str, errors: IO[bytes]) -> None:
+class _Follower:
+    def __init__(self, path: str, spelled: frozenset[int], errors: IO[bytes]) -> None:
         self._llama: Any = bindings()
         params = self._llama.llama_model_default_params()
         params.vocab_only = True
@@ -45,10 +47,11 @@ class _Grammars:
             raise SystemExit(1)
         self._vocab = self._llama.llama_model_get_vocab(self._model)
         n_vocab = self._llama.llama_vocab_n_tokens(self._vocab)
-        self._silent = np.array([self._is_silent(token) for token in range(n_vocab)], dtype=np.bool_)
+        silent = [token not in spelled and self._is_silent(token) for token in range(n_vocab)]
+        self._silent = np.array(silent, dtype=np.bool_)
         self._all = np.zeros(n_vocab, dtype=_CANDIDATE)
         self._one = np.zeros(1, dtype=_CANDIDATE)
-        self._open: dict[int, Any] = {}
+        self._grammar: Any = None
         self._errors = errors
 
     def _is_silent(self, token: int) -> bool:
@@ -56,13 +59,15 @@ class _Grammars:
         llama, vocab = self._llama, self._vocab
         return bool(llama.llama_vocab_is_control(vocab, token) and not llama.llama_vocab_is_eog(vocab, token))
 
-    def answer(self, operation: int, handle: int, argument: int, payload: bytes) -> bytes:
+    def answer(self, operation: int, argument: int, payload: bytes) -> bytes:
         if operation == OPEN:
-            return self._start(handle, payload)
+            return self._start(payload)
+        grammar = self._grammar
         if operation == CLOSE:
-            self._llama.llama_sampler_free(self._open.pop(handle))
+            if grammar:
+                self._llama.llama_sampler_free(grammar)
+            self._grammar = None
             return b""
-        grammar = self._open[handle]
         if operation == ACCEPT:
             self._llama.llama_sampler_accept(grammar, argument)
             return b""
@@ -74,13 +79,13 @@ class _Grammars:
         self._apply(grammar, self._all)
         return np.packbits(np.isfinite(self._all["logit"]) & ~self._silent).tobytes()
 
-    def _start(self, handle: int, text: bytes) -> bytes:
+    def _start(self, text: bytes) -> bytes:
         """Empty when the grammar was read, else why not."""
         self._errors.seek(0)
         self._errors.truncate()
         grammar = self._llama.llama_sampler_init_grammar(self._vocab, text, b"root")
         if grammar:
-            self._open[handle] = grammar
+            self._grammar = grammar
             return b""
         self._errors.seek(0)
         said = self._errors.read(4096).decode(errors="replace").partition("\n")[0]
@@ -101,16 +106,16 @@ def main() -> None:
         os.dup2(errors.fileno(), 1)
         os.dup2(errors.fileno(), 2)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        grammars = _Grammars(sys.argv[1], errors)
+        follower = _Follower(sys.argv[1], frozenset(map(int, filter(None, sys.argv[2].split(",")))), errors)
         in_use = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_AS, (in_use + _MEMORY_BYTES, in_use + _MEMORY_BYTES))
         answers.write(ANSWER.pack(0))
         answers.flush()
         while header := requests.read(HEADER.size):
-            operation, handle, argument, size = HEADER.unpack(header)
+            operation, argument, size = HEADER.unpack(header)
             payload = requests.read(size)
             signal.alarm(STEP_LIMIT_S)
-            answer = grammars.answer(operation, handle, argument, payload)
+            answer = follower.answer(operation, argument, payload)
             signal.alarm(0)
             answers.write(ANSWER.pack(len(answer)) + answer)
             answers.flush()

@@ -336,9 +336,10 @@ class LlamaContext:
         text: bytes = self._llama.llama_vocab_get_text(self._vocab, token)
         return text.decode(errors="replace")
 
-    def chat_template(self) -> str | None:
-        """The chat template stored in the model, if any."""
-        template: bytes | None = self._llama.llama_model_chat_template(self._model, None) if self._alive else None
+    def chat_template(self, name: str | None = None) -> str | None:
+        """The chat template stored in the model, if any; some models have further ones, by name."""
+        which = None if name is None else name.encode()
+        template: bytes | None = self._llama.llama_model_chat_template(self._model, which) if self._alive else None
         return template.decode(errors="replace") if template else None
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections import deque
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -63,15 +65,25 @@ class Sampling:
 
 
 class FollowedGrammar(Protocol):
-    """A grammar on its way through a text; each call may raise :class:`GrammarError`."""
+    """A grammar on its way through a text.
 
-    def allows(self, token: int) -> bool:
+    Its methods are generators that yield while they wait; each may raise :class:`GrammarError`.
+    """
+
+    @property
+    def waits(self) -> bool:
+        """Whether going on would only yield again."""
+
+    def opened(self) -> Generator[None, None, None]:
+        """Wait until it can be followed."""
+
+    def allows(self, token: int) -> Generator[None, None, bool]:
         """Whether a token may come next."""
 
-    def allowed(self) -> NDArray[np.bool_]:
+    def allowed(self) -> Generator[None, None, NDArray[np.bool_]]:
         """Whether each token of the vocabulary may come next."""
 
-    def accept(self, token: int) -> None:
+    def accept(self, token: int) -> Generator[None, None, None]:
         """Go on by a token that may come next."""
 
     def close(self) -> None:
@@ -92,23 +104,61 @@ class Sampler:
         self._context = context
         self._grammar = grammar
         self._chain = _chain(context.llama, sampling, context.n_vocab, penalty_tokens)
+        self._logits: NDArray[np.float32] | None = None
+        self._forced: deque[int] = deque()
+        self._begun = False
+        """Whether the first of what was forced has been chosen."""
         self._candidates = np.zeros(context.n_vocab if grammar is not None else 0, dtype=_CANDIDATE)
 
-    def choose(self) -> int:
-        """The next token, by the logits of the last computed one."""
+    @property
+    def waits(self) -> bool:
+        """Whether a grammar has not answered yet: going on with a generator of this one would only yield again."""
+        return self._grammar is not None and self._grammar.waits
+
+    def ready(self) -> Generator[None, None, None]:
+        """Yields until the first token can be chosen; raises :class:`GrammarError`."""
+        if self._grammar is not None:
+            yield from self._grammar.opened()
+
+    def choosing(self) -> Generator[None, None, int]:
+        """Choose the next token by the logits of the last computed one, as they are at the first step.
+
+        Yields while a grammar is waited for; others may compute meanwhile.
+        """
+        accept = self._context.llama.llama_sampler_accept
         if self._grammar is None:
-            return self._context.sample(self._chain)
+            if not self._forced:
+                return self._context.sample(self._chain)
+            token = self._forced.popleft()
+            accept(self._chain, token)
+            return token
         # As a first try may well follow the grammar, it alone is looked at; the distribution is the same.
-        logits = self._context.logits()
-        token = self._drawn(logits)
-        if not self._grammar.allows(token):
-            logits[~self._grammar.allowed()] = -np.inf
+        self._logits = logits = self._context.logits()
+        token = self._forced[0] if self._forced else self._drawn(logits)
+        if self._forced and (yield from self._grammar.allows(token)):
+            self._forced.popleft()
+            self._begun = True
+        elif self._forced:
+            # Not here: what has begun is left as it is, what has not is tried again after the next token.
+            if self._begun:
+                self._forced.clear()
+            token = self._drawn(logits)
+        if not (yield from self._grammar.allows(token)):
+            logits = np.where((yield from self._grammar.allowed()), logits, -np.inf)
             if not np.isfinite(logits.max()):
                 raise GrammarError("the grammar allows no token to go on with", "check that its rules can be completed")
             token = self._drawn(logits)
-        self._grammar.accept(token)
-        self._context.llama.llama_sampler_accept(self._chain, token)
+        yield from self._grammar.accept(token)
+        accept(self._chain, token)
         return token
+
+    def force(self, tokens: Sequence[int]) -> None:
+        """Choose these next, as far as a grammar allows them, whatever the logits say."""
+        self._forced, self._begun = deque(tokens), False
+
+    def logits(self) -> NDArray[np.float32]:
+        """What the last token was chosen by, ``[n_vocab]``, before any parameter and any grammar."""
+        return self._context.logits() if self._logits is None else self._logits
 
     def _drawn(self, logits: NDArray[np.float32]) -> int:
         llama, found = self._context.llama, self._candidates

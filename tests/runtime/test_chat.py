@@ -31,8 +31,9 @@ class Engine:
 
     n_vocab, n_ctx = 10, 100
 
-    def __init__(self, template: str | None) -> None:
+    def __init__(self, template: str | None, tool_template: str | None = None) -> None:
         self.chat_template = template
+        self.tool_template = tool_template
         self.spelled: dict[int, bytes] = {}
 
     def special_text(self, which: str) -> str:
@@ -62,7 +63,10 @@ def chat_of(template: str | None) -> ChatFormat:
         (PAIRS, TemplateSupport(tools=True, object_arguments=True, results=True)),
         (PLAIN, TemplateSupport(tools=False, object_arguments=False, results=True)),
         (None, TemplateSupport(tools=False, object_arguments=False, results=True)),
-        ("{{ raise_exception('no') }}", TemplateSupport(tools=False, object_arguments=False, results=False)),
+        (
+            "{{ raise_exception('no') }}",
+            TemplateSupport(tools=False, object_arguments=False, results=False, system=False, system_with_tools=False),
+        ),
     ],
 )
 def test_what_a_template_supports(template: str | None, support: TemplateSupport) -> None:
@@ -99,3 +103,20 @@ def test_markup_is_spelled_unless_it_ends_a_turn() -> None:
     engine: Any = Engine(None)
     ChatFormat(engine).spell(["<|call|>", "<|channel|>", "several tokens"])
     assert engine.spelled == {2: b"<|channel|>"}
+
+
+def test_a_template_for_tools_is_taken_where_there_are_tools() -> None:
+    engine: Any = Engine(PLAIN, OBJECTS)
+    chat = ChatFormat(engine)
+    asked, call = {"role": "user", "content": "x"}, {"id": "1", "function": {"name": "f", "arguments": {"a": 1}}}
+    assert chat.prompt([asked]) == "user: x\n"
+    assert "<tools>" in chat.prompt([asked], tools=[{"name": "f"}])
+    assert "<tool_call>f" in chat.prompt([asked, {"role": "assistant", "content": "", "tool_calls": [call]}])
+    assert chat.support == TemplateSupport(tools=True, object_arguments=True, results=True)
+
+
+def test_a_template_that_wants_roles_to_alternate_is_still_found_out() -> None:
+    strict = "{% if messages | selectattr('role', 'equalto', 'user') | list | length > 1 %}" + (
+        "{{ raise_exception('roles must alternate') }}{% endif %}" + OBJECTS
+    )
+    assert chat_of(strict).support == TemplateSupport(tools=True, object_arguments=True, results=True)

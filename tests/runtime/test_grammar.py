@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import signal
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -60,9 +63,89 @@ def test_a_grammar_that_ends_the_process_ends_no_other_one(engine: Engine) -> No
     going_on = engine.generate(Sampling(grammar="root ::= [a-z] [a-z] [a-z] [a-z] [0-9]"), 20)
     begun = [next(going_on)]
     with pytest.raises(GrammarError):
-        engine.sampler(Sampling(grammar="root ::= " + "(" * 100_000))
+        answer(engine, Sampling(grammar="root ::= " + "(" * 100_000))
     text = b"".join(map(engine.piece, [*begun, *going_on])).decode()
     assert re.fullmatch(r"[a-z]{4}\d", text)
+
+
+def test_markup_that_is_spelled_is_written_as_the_token_it_is() -> None:
+    """A model that knows its markup as control tokens would otherwise have to spell it letter by letter."""
+    with Engine.load(demo_model_path(), EngineOptions(n_ctx=256, n_threads=1, count_routing=False)) as engine:
+        (marker,) = engine.tokenize("<|im_start|>", add_special=False, parse_special=True)
+        sampling = Sampling(grammar='root ::= "<|im_start|>" [a-z]', logit_bias=((marker, 50.0),))
+        engine.prompt(engine.tokenize("x"))
+        assert marker not in list(engine.generate(sampling, 20))
+    with Engine.load(demo_model_path(), EngineOptions(n_ctx=256, n_threads=1, count_routing=False)) as engine:
+        engine.spell(marker, b"<|im_start|>")
+        engine.prompt(engine.tokenize("x"))
+        tokens = list(engine.generate(sampling, 20))
+        assert tokens[0] == marker
+        assert re.fullmatch(rb"<\|im_start\|>[a-z]", b"".join(map(engine.piece, tokens)))
+
+
+def test_an_exploding_grammar_ends_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert answer(engine, Sampling(grammar='root ::= "yes"')) == "yes"
+    monkeypatch.setattr("spark_runtime.grammar.STEP_S", 0.3)
+    exploding = "root ::= " + "x " * 24 + '\nx ::= [a-z] | [a-z] [a-z] | ""'
+    with pytest.raises(GrammarError, match="takes too long"):
+        answer(engine, Sampling(grammar=exploding))
+    monkeypatch.undo()
+    assert answer(engine, Sampling(grammar='root ::= "no"')) == "no"
+
+
+def test_a_grammar_that_takes_its_time_lets_others_compute(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process is stopped where it stands; what it has seen of the logits by then is its own."""
+    monkeypatch.setattr("spark_runtime.grammar.STEP_S", 120.0)
+    sampling = Sampling(temperature=1.0, seed=5, grammar="root ::= [a-z ]{4,30} [0-9]")
+    expected = answer(engine, sampling, 12)
+    conversation = engine.conversations[0]
+    with contextlib.closing(engine.sampler(sampling)) as sampler:
+        conversation.prompt(engine.tokenize("How are you today?"))
+        for _ in sampler.ready():
+            time.sleep(0.001)
+        process = sampler._grammar._process._process  # type: ignore[union-attr]
+        steps = conversation.steps(sampler, 12)
+        tokens = []
+        process.send_signal(signal.SIGSTOP)
+        try:
+            assert [next(steps) for _ in range(3)] == [None] * 3
+            assert sampler.waits
+            before = engine.logits()
+            # Another conversation's step would leave its logits there.
+            conversation._context.logits = lambda: np.zeros_like(before)  # type: ignore[method-assign]
+            assert next(steps) is None
+        finally:
+            process.send_signal(signal.SIGCONT)
+            del conversation._context.logits
+        for token in steps:
+            if token is None:
+                time.sleep(0.001)
+                continue
+            if not tokens:
+                np.testing.assert_array_equal(sampler.logits(), before)
+            tokens.append(token)
+    assert b"".join(map(engine.piece, tokens)).decode() == expected
+
+
+def test_processes_are_used_again_and_end_with_the_engine() -> None:
+    with Engine.load(demo_model_path(), EngineOptions(n_ctx=256, n_threads=1, count_routing=False)) as engine:
+        processes = set()
+        for _ in range(3):
+            with contextlib.closing(engine.sampler(Sampling(grammar='root ::= "x"'))) as sampler:
+                list(sampler.ready())
+                processes.add(sampler._grammar._process)  # type: ignore[union-attr]
+        assert len(processes) == 1
+        (process,) = processes
+        # It died meanwhile: the next grammar gets another one.
+        process._process.kill()
+        process._process.wait()
+        assert answer(engine, Sampling(grammar='root ::= "yes"')) == "yes"
+        held = [engine.sampler(Sampling(grammar='root ::= "x"')) for _ in range(2)]
+        running = [sampler._grammar._process._process for sampler in held]  # type: ignore[union-attr]
+        assert all(each.poll() is None for each in running)
+    assert all(each.poll() is not None for each in running)
+    for sampler in held:
+        sampler.close()
 
 
 @pytest.mark.parametrize(

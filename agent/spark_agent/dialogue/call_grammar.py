@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from spark_agent.dialogue.call_format import CallFormat
-from spark_agent.dialogue.json_calls import DeepSeek, Llama3, Mistral
+from spark_agent.dialogue.json_calls import NamedCalls, ObjectCalls
 from spark_agent.dialogue.json_grammar import JsonGrammar, SchemaError, literal
 from spark_agent.dialogue.messages import Tool
-from spark_agent.dialogue.xml_calls import Glm, QwenCoder, is_text
+from spark_agent.dialogue.xml_calls import TaggedCalls, is_text
 
-__all__ = ["answer_grammar", "call_grammar", "check_tool"]
+__all__ = ["answer_grammar", "call_grammar", "check_tool", "written_call"]
 
 MAX_CALLS = 16
-_UNTIL_TAG = '([^<] | "<" [^/<])*'
-"""A text that no closing tag begins in."""
 
 
 def check_tool(tool: Tool) -> None:
@@ -26,10 +24,11 @@ def check_tool(tool: Tool) -> None:
     JsonGrammar().schema(tool.parameters)
 
 
-def answer_grammar(schema: object, *, strict: bool, thought_end: str | None = None) -> str:
+def answer_grammar(schema: object, *, strict: bool, thought_end: str | None = None, harmony: bool = False) -> str:
     """A grammar for an answer that is JSON of a schema, after the reasoning that the prompt has opened, if any."""
     grammar = JsonGrammar()
-    return grammar.text(_after_thought(thought_end) + grammar.schema(schema, strict=strict))
+    before = f'{_HARMONY_THOUGHT} "<|channel|>final<|message|>" ' if harmony else _after_thought(thought_end)
+    return grammar.text(before + grammar.schema(schema, strict=strict))
 
 
 def call_grammar(
@@ -39,79 +38,114 @@ def call_grammar(
     grammar = JsonGrammar()
     if calls is None:
         return grammar.text(_harmony(grammar, tools))
-    if isinstance(calls, Mistral):
-        body = _mistral(calls, grammar, tools, parallel=parallel)
+    more = MAX_CALLS - 1 if parallel else 0
+    if isinstance(calls, ObjectCalls):
+        body = _objects(calls, grammar, tools, more)
+    elif isinstance(calls, NamedCalls):
+        body = _named(calls, grammar, tools, more)
+    elif isinstance(calls, TaggedCalls):
+        body = _repeated(grammar, (_tagged(calls, grammar, tool) for tool in tools), '"\\n"', more)
     else:
-        call = grammar.add(" | ".join(_call(calls, grammar, tool) for tool in tools))
-        body = call
-        if parallel and not isinstance(calls, Llama3):
-            separator = "" if isinstance(calls, DeepSeek) else '"\\n" '
-            body = f"{call} ({separator}{call}){{0,{MAX_CALLS - 1}}}"
-        if isinstance(calls, DeepSeek):
-            body = f"{literal(calls.markers[0])} {body} {literal(calls.markers[2])}"
+        raise TypeError(f"no grammar for {calls.name}")
     return grammar.text(_after_thought(thought_end) + body)
 
 
+def written_call(calls: CallFormat | None) -> str:
+    """How a call is written, told to a model whose template does not say; arguments as JSON."""
+    if isinstance(calls, NamedCalls):
+        head, tail = calls.written.replace("INDEX", "0"), calls.tail
+        return f"{calls.brackets[0]}{head}{{...}}{tail}{calls.brackets[1]}"
+    if isinstance(calls, ObjectCalls):
+        call = f'{{"name": "NAME", "{calls.key}": {{...}}}}'
+        marker = "" if calls.opening else f"{calls.markers[0]}{calls.around}"
+        inside = f"[{call}]" if calls.listed else call
+        return f"{marker}{inside}{calls.around}{calls.closer if marker else ''}"
+    if isinstance(calls, TaggedCalls):
+        return "".join(calls.written[:2]) + "VALUE" + "".join(calls.written[2:])
+    return "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>"
+
+
 def _after_thought(end: str | None) -> str:
-    return "" if end is None else f"{_UNTIL_TAG} {literal(end)} [ \\n]{{0,2}} "
+    return "" if end is None else f"{_until(end)} {literal(end)} [ \\n]{{0,2}} "
 
 
-def _named(grammar: JsonGrammar, tool: Tool, key: str) -> str:
-    head = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{key}": '
-    return f'{literal(head)} {_arguments(grammar, tool)} ws "}}"'
+def _until(end: str) -> str:
+    """A text that holds no ``end``, and of its first character none right before its other ones."""
+    first = end[0]
+    following = _other(end[-1], first)
+    for letter in reversed(end[1:-1]):
+        following = f"({_other(letter, first)} | {literal(letter)} {following})"
+    return f"({_other(first)} | {literal(first)}+ {following})*"
+
+
+def _other(*letters: str) -> str:
+    """Any character but these."""
+    return "[^" + "".join(f"\\x{ord(letter):02x}" for letter in letters) + "]"
+
+
+def _repeated(grammar: JsonGrammar, calls: Iterable[str], separator: str, more: int) -> str:
+    call = grammar.add(" | ".join(calls))
+    return f"{call} ({separator} {call}){{0,{more}}}" if more else call
 
 
 def _arguments(grammar: JsonGrammar, tool: Tool) -> str:
     return grammar.schema({"type": "object", **tool.parameters}, strict=False)
 
 
-def _call(calls: CallFormat, grammar: JsonGrammar, tool: Tool) -> str:
-    if isinstance(calls, Llama3):
-        return _named(grammar, tool, "parameters")
-    if isinstance(calls, DeepSeek):
-        head, tail = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
-        if calls.fenced:
-            head, tail = f"{head}function<｜tool▁sep｜>{tool.name}\n```json\n", f"\n```{tail}"
-        else:
-            head = f"{head}{tool.name}<｜tool▁sep｜>"
-        return _between(head, _arguments(grammar, tool), tail)
-    if isinstance(calls, QwenCoder):
-        values = _tagged(grammar, tool, "<parameter={}>\n", "\n</parameter>\n")
-        return _between(f"<tool_call>\n<function={tool.name}>\n", values, "</function>\n</tool_call>")
-    if isinstance(calls, Glm):
-        values = _tagged(grammar, tool, "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n")
-        return _between(f"<tool_call>{tool.name}\n", values, "</tool_call>")
-    return _between("<tool_call>\n", _named(grammar, tool, "arguments"), "\n</tool_call>")
+def _objects(calls: ObjectCalls, grammar: JsonGrammar, tools: Sequence[Tool], more: int) -> str:
+    objects = []
+    for tool in tools:
+        head = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{calls.key}": '
+        objects.append(f'{literal(head)} {_arguments(grammar, tool)} ws "}}"')
+    marker, around = calls.markers[0], calls.around
+    if calls.opening:
+        # Without a marker there is no telling a second call from text.
+        return grammar.add(" | ".join(objects))
+    if calls.listed:
+        inside = _repeated(grammar, objects, '", "', more)
+        return _between(f"{marker}[", inside, f"]{calls.closer}")
+    call = grammar.add(" | ".join(objects))
+    return _repeated(
+        grammar, [_between(f"{marker}{around}", call, f"{around}{calls.closer}")], literal(around or " "), more
+    )
+
+
+def _named(calls: NamedCalls, grammar: JsonGrammar, tools: Sequence[Tool], more: int) -> str:
+    heads = (_numbered(calls.written.replace("NAME", tool.name)) for tool in tools)
+    arguments = (_arguments(grammar, tool) for tool in tools)
+    tail = literal(calls.tail) if calls.tail else ""
+    written = [f"{head} {value} {tail}" for head, value in zip(heads, arguments, strict=True)]
+    body = _repeated(grammar, written, "", more)
+    return " ".join([*_literals(calls.brackets[0]), body, *_literals(calls.brackets[1])])
+
+
+def _numbered(head: str) -> str:
+    before, number, after = head.partition("INDEX")
+    return f"{literal(before)} [0-9]{{1,2}} {literal(after)}" if number else literal(head)
+
+
+def _literals(text: str) -> list[str]:
+    return [literal(text)] if text else []
 
 
 def _between(head: str, inside: str, tail: str) -> str:
-    return f"{literal(head)} {inside} {literal(tail)}"
+    return " ".join([*_literals(head), inside, *_literals(tail)])
 
 
-def _tagged(grammar: JsonGrammar, tool: Tool, head: str, tail: str) -> str:
+def _tagged(calls: TaggedCalls, grammar: JsonGrammar, tool: Tool) -> str:
     """The arguments between tags, in the order of the schema."""
+    head, key, value_end, tail = calls.written
     required = tool.parameters.get("required", [])
     parts = []
     for name, schema in tool.properties.items():
         # Only the schema's own document can be referred to, so a value with a reference is any JSON.
         bare = schema if "$ref" not in json.dumps(schema) else True
-        value = _UNTIL_TAG if is_text(schema) and "enum" not in schema else grammar.schema(bare)
+        value = _until(calls.value[1]) if is_text(schema) and "enum" not in schema else grammar.schema(bare)
         if is_text(schema) and "enum" in schema:
             value = grammar.add(" | ".join(literal(str(each)) for each in schema["enum"]))
-        part = grammar.add(f"{literal(head.format(name))} {value} {literal(tail)}")
+        part = grammar.add(f"{literal(key.replace('KEY', name))} {value} {literal(value_end)}")
         parts.append(part if name in required else f"{part}?")
-    return " ".join(parts)
-
-
-def _mistral(calls: Mistral, grammar: JsonGrammar, tools: Sequence[Tool], *, parallel: bool) -> str:
-    more = f"{{0,{MAX_CALLS - 1 if parallel else 0}}}"
-    marker = calls.markers[0]
-    if calls.named:
-        heads = (f"{literal(f'{marker}{tool.name}[ARGS]')} {_arguments(grammar, tool)}" for tool in tools)
-        call = grammar.add(" | ".join(heads))
-        return f"{call} {call}{more}"
-    call = grammar.add(" | ".join(_named(grammar, tool, "arguments") for tool in tools))
-    return f'{literal(f"{marker}[")} {call} (", " {call}){more} "]"'
+    return _between(head.replace("NAME", tool.name), " ".join(parts), tail)
 
 
 def _harmony(grammar: JsonGrammar, tools: Sequence[Tool]) -> str:
@@ -120,5 +154,7 @@ def _harmony(grammar: JsonGrammar, tools: Sequence[Tool]) -> str:
         f"{_arguments(grammar, tool)}"
         for tool in tools
     )
-    thought = '("<|channel|>analysis<|message|>" [^<]* "<|end|><|start|>assistant")?'
-    return f"{thought} {grammar.add(' | '.join(calls))}"
+    return f"{_HARMONY_THOUGHT} {grammar.add(' | '.join(calls))}"
+
+
+_HARMONY_THOUGHT = f'("<|channel|>analysis<|message|>" {_until("<|end|>")} "<|end|><|start|>assistant")?'

@@ -9,10 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from spark_agent.dialogue.call_format import load_json
-from spark_agent.dialogue.events import Event, Reasoning, Text, call_of
+from spark_agent.dialogue.call_format import Reading
+from spark_agent.dialogue.events import CallArguments, CallEnd, CallStart, Event, Reasoning, Text
+from spark_agent.dialogue.json_text import as_arguments, json_text
+from spark_agent.dialogue.markers import possible_start
 from spark_agent.dialogue.messages import Tool
-from spark_agent.dialogue.output_parser import possible_start
+from spark_agent.dialogue.output_parser import CallReader
+from spark_agent.dialogue.source import Source
 
 __all__ = ["HARMONY_TOKENS", "HarmonyParser"]
 
@@ -21,6 +24,22 @@ _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 _HEADS = ("<|start|>", "<|channel|>", "<|constrain|>", " to=", "to=")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+
+
+def _call(source: Source, name: str) -> Reading:
+    """A message to a function: its arguments, and nothing else until it ends; nothing at all is no arguments."""
+    begin = yield from source.skip_space()
+    if begin not in ("{", "") or (source.cut and not begin):
+        return False
+    yield CallStart(name)
+    closed: str | None = "{}"
+    if begin:
+        closed = yield from as_arguments(json_text(source))
+    if closed is None or (yield from source.skip_space()):
+        return False
+    yield CallArguments(closed)
+    yield CallEnd()
+    return True
 
 
 class HarmonyParser:
@@ -33,15 +52,17 @@ class HarmonyParser:
         self._held = ""
         self._in_header = True
         self._channel = "final"
-        self._recipient: str | None = None
+        self._reader: CallReader | None = None
 
     def push(self, text: str) -> list[Event]:
         """As :meth:`OutputParser.push`."""
         self._held += text
         return self._take(final=False)
 
-    def end(self) -> list[Event]:
+    def end(self, *, cut: bool = False) -> list[Event]:
         """As :meth:`OutputParser.end`."""
+        if self._reader is not None:
+            self._reader.source.cut = cut
         return self._take(final=True)
 
     def _take(self, *, final: bool) -> list[Event]:
@@ -64,7 +85,7 @@ class HarmonyParser:
             if not final and any(word.startswith(head) for word in _ENDS):
                 return False
             # A model that uses no channels: what it says is the answer.
-            self._in_header, self._channel, self._recipient = False, "final", None
+            self._in_header, self._channel = False, "final"
             return True
         at = self._held.find("<|message|>")
         if at < 0:
@@ -73,7 +94,9 @@ class HarmonyParser:
             return False
         header, self._held = self._held[:at], self._held[at + len("<|message|>") :]
         recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
-        self._recipient = recipient[1].removeprefix("functions.") if recipient else None
+        if recipient is not None and self._calls:
+            source = Source("")
+            self._reader = CallReader(source, _call(source, recipient[1].removeprefix("functions.")))
         self._channel = channel[1] if channel else "final"
         self._in_header = False
         return True
@@ -81,26 +104,16 @@ class HarmonyParser:
     def _body(self, events: list[Event], *, final: bool) -> bool:
         """Read a message; whether another header may follow."""
         found = [(at, end) for end in _ENDS if (at := self._held.find(end)) >= 0]
-        if self._recipient is not None and self._calls:
-            return self._call(events, min(found, default=None), final=final)
         at, end = min(found, default=(len(self._held) if final else possible_start(self._held, _ENDS), ""))
         text, self._held = self._held[:at], self._held[at:]
+        if self._reader is not None:
+            self._reader.source.push(text)
+            events.extend(self._reader.go_on(final=final or bool(end)))
+            text = self._reader.source.given_back if self._reader.read is False else ""
+            if self._reader.read is not None:
+                self._reader = None
         if text:
             events.append(Reasoning(text) if self._channel == "analysis" else Text(text))
-        self._leave(end)
-        return bool(end)
-
-    def _call(self, events: list[Event], found: tuple[int, str] | None, *, final: bool) -> bool:
-        if found is None and not final:
-            return False
-        at, end = found or (len(self._held), "")
-        text, self._held = self._held[:at], self._held[at:]
-        call = call_of(self._recipient, load_json(text.strip() or "{}"))
-        if call is not None:
-            events.append(call)
-        elif text:
-            events.append(Text(text))
-        self._recipient = None
         self._leave(end)
         return bool(end)
 

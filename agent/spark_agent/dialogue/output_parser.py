@@ -1,7 +1,8 @@
 """A model's output, taken apart as it streams: reasoning, text, calls.
 
-Nothing that may turn out to be a call's markup is let out as text before it is certain; a call comes out whole, when
-it is complete. So no cut of the output into pieces changes what comes out, and no broken call reaches a client.
+Nothing that may turn out to be a call's markup is let out as text before it is certain; a call begins to come out with
+its arguments, and what closes these only when all of it is certain. So no cut of the output into pieces changes what
+comes out, and no broken call is one that a client could run.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from spark_agent.dialogue.call_format import CallFormat
-from spark_agent.dialogue.events import Event, Reasoning, Text
+from spark_agent.dialogue.call_format import CallFormat, Reading
+from spark_agent.dialogue.events import CallBroken, CallEnd, CallStart, Event, Reasoning, Text
+from spark_agent.dialogue.markers import possible_start
 from spark_agent.dialogue.messages import Tool
+from spark_agent.dialogue.source import Source
 
-__all__ = ["OutputParser", "PlainParser", "TaggedParser", "possible_start"]
+__all__ = ["CallReader", "OutputParser", "PlainParser", "TaggedParser"]
 
 
 class OutputParser(Protocol):
@@ -22,8 +25,8 @@ class OutputParser(Protocol):
     def push(self, text: str) -> list[Event]:
         """What is certain by now."""
 
-    def end(self) -> list[Event]:
-        """What was held back."""
+    def end(self, *, cut: bool = False) -> list[Event]:
+        """What was held back; ``cut``: the model did not end, it was stopped."""
 
 
 class PlainParser:
@@ -33,20 +36,37 @@ class PlainParser:
         """As :meth:`OutputParser.push`."""
         return [Text(text)] if text else []
 
-    def end(self) -> list[Event]:
+    def end(self, *, cut: bool = False) -> list[Event]:  # noqa: ARG002
         """As :meth:`OutputParser.end`."""
         return []
 
 
-def possible_start(text: str, markers: tuple[str, ...]) -> int:
-    """Where the longest end of the text begins that is the beginning of a marker; its length if there is none."""
-    longest = 0
-    for marker in markers:
-        for length in range(min(len(marker) - 1, len(text)), longest, -1):
-            if text.endswith(marker[:length]):
-                longest = length
-                break
-    return len(text) - longest
+class CallReader:
+    """One reading of calls, on its way."""
+
+    def __init__(self, source: Source, reading: Reading) -> None:
+        self.source = source
+        self.read: bool | None = None
+        """Whether it was calls; ``None`` until that is known."""
+        self.called = False
+        """Whether a call was whole."""
+        self._reading = reading
+        self._open = False
+
+    def go_on(self, *, final: bool) -> list[Event]:
+        """What is certain by now; a call that has begun and is none ends with :class:`CallBroken`."""
+        events: list[Event] = []
+        self.source.final = final
+        try:
+            while (event := next(self._reading)) is not None:
+                events.append(event)
+                self._open = not isinstance(event, CallEnd) and (self._open or isinstance(event, CallStart))
+                self.called = self.called or isinstance(event, CallEnd)
+        except StopIteration as end:
+            self.read = bool(end.value)
+            if self._open:
+                events.append(CallBroken())
+        return events
 
 
 class TaggedParser:
@@ -66,10 +86,11 @@ class TaggedParser:
         self._opening, self._closing = thinking or ("", "")
         self._state = "thought" if thinking and in_thought else "start" if thinking else "answer"
         self._held = ""
+        self._reader: CallReader | None = None
+        self._marker = ""
+        """Where the reader began."""
         self._space = ""
         """White space that is only let out when text follows."""
-        self._waiting = False
-        """What is held begins with a marker, and was not enough of a call."""
         self._bare = True
         """Nothing but white space and calls so far: leading space is dropped where reasoning or calls come before."""
         self._strip = self._state == "thought"
@@ -77,12 +98,13 @@ class TaggedParser:
 
     def push(self, text: str) -> list[Event]:
         """As :meth:`OutputParser.push`."""
-        self._held += text
-        if self._waiting and self._calls is not None and not any(end in text for end in self._calls.ends):
-            return []
+        if self._reader is not None:
+            self._reader.source.push(text)
+        else:
+            self._held += text
         return self._take(final=False)
 
-    def end(self) -> list[Event]:
+    def end(self, *, cut: bool = False) -> list[Event]:  # noqa: ARG002
         """As :meth:`OutputParser.end`."""
         events = self._take(final=True)
         if self._space and not self._called and not self._strip:
@@ -97,7 +119,6 @@ class TaggedParser:
         if self._state == "thought":
             self._think(events, final=final)
         if self._state == "answer":
-            self._waiting = False
             while self._answer(events, final=final):
                 pass
         return events
@@ -144,6 +165,8 @@ class TaggedParser:
 
     def _answer(self, events: list[Event], *, final: bool) -> bool:
         """One step; whether there may be another."""
+        if self._reader is not None:
+            return self._read(events, self._reader, final=final)
         if self._calls is None:
             self._say(events, self._held)
             self._held = ""
@@ -155,18 +178,26 @@ class TaggedParser:
             self._held = self._held[at:]
             return False
         self._say(events, self._held[:at])
-        self._held = self._held[at:]
-        read = self._calls.read(self._held, self._tools, final=final)
-        if read is None:
-            self._waiting = True
+        source, self._held = Source(self._held[at:]), ""
+        self._reader = CallReader(source, self._calls.read(source, self._tools))
+        self._marker = marker
+        return True
+
+    def _read(self, events: list[Event], reader: CallReader, *, final: bool) -> bool:
+        events.extend(reader.go_on(final=final))
+        self._called = self._called or reader.called
+        if reader.read is None:
             return False
-        if read.used == 0:
-            self._say(events, marker)
-            self._held = self._held[len(marker) :]
+        self._reader = None
+        if reader.read or reader.source.settled:
+            self._space, self._strip = "", True
+        if reader.read:
+            self._held = reader.source.rest
             return True
-        events.extend(read.calls)
-        self._called = self._called or bool(read.calls)
-        self._held, self._space, self._strip = self._held[read.used :], "", True
+        self._held = reader.source.given_back
+        if not reader.source.settled:
+            self._say(events, self._marker)
+            self._held = self._held[len(self._marker) :]
         return True
 
     def _next_marker(self, calls: CallFormat) -> tuple[int, str | None]:

@@ -1,30 +1,27 @@
-"""Formats whose arguments stand one by one between tags: Qwen3-Coder and GLM-4.5.
+"""Formats whose arguments stand one by one between tags: Qwen3-Coder, GLM-4.5, MiniMax-M2.
 
-Values are written bare. A parameter declared as a string is one; any other is JSON where it can be read as such.
+Values are written bare. A parameter declared as a string is one, and streams; any other is JSON where it can be read as
+such, and comes whole.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-from spark_agent.dialogue.call_format import (
-    MAX_HEAD_CHARS,
-    NOT_A_CALL,
-    Read,
-    after_closers,
-    could_become,
-    load_json,
-    skip_space,
-)
-from spark_agent.dialogue.events import call_of
+from spark_agent.dialogue.call_format import MAX_HEAD_CHARS, Reading
+from spark_agent.dialogue.events import CallArguments, CallEnd, CallStart, sendable
+from spark_agent.dialogue.json_text import load_json
+from spark_agent.dialogue.markers import possible_start
 from spark_agent.dialogue.messages import Tool
+from spark_agent.dialogue.source import Source, Waits
 
-__all__ = ["Glm", "QwenCoder", "is_text"]
+__all__ = ["GLM", "MINIMAX", "QWEN_CODER", "SEED", "TaggedCalls", "is_text"]
 
-_NAME = re.compile(r"\s*([\w.:/-]+)\s*")
+_NAME = re.compile(r"[\w.:/-]+")
 
 
 def is_text(schema: object) -> bool:
@@ -38,101 +35,188 @@ def is_text(schema: object) -> bool:
     return kind in ("string", ["string"])
 
 
-def _value(text: str, schema: object) -> Any:
-    if is_text(schema):
-        return text
+def _spelled(value: object) -> str:
+    return sendable(json.dumps(value, ensure_ascii=False))
+
+
+def _bare_value(text: str) -> str:
+    """The JSON text of what stands between tags."""
     stripped = text.strip()
-    value = load_json(stripped)
-    return text if value is None and stripped != "null" else value
-
-
-def _one_line_off(text: str) -> str:
-    """Without the line break after the opening tag and the one before the closing tag."""
-    return text.removeprefix("\n").removesuffix("\n")
+    value: Any = load_json(stripped)
+    return _spelled(text if value is None and stripped != "null" else value)
 
 
 @dataclass(frozen=True)
-class QwenCoder:
-    """``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``."""
+class TaggedCalls:
+    """``open name … key value … close``, by the tags of one format."""
 
-    markers: ClassVar[tuple[str, ...]] = ("<tool_call>", "<function=")
-    opening: ClassVar[tuple[str, ...]] = ()
-    ends: ClassVar[str] = ">"
+    name: str
+    outer: tuple[str, str]
+    """What may stand around calls; empty where nothing does."""
+    call: tuple[str, str, str]
+    """Before the name, after it (``<`` is the next tag's and is left), and the end."""
+    key: tuple[str, str]
+    value: tuple[str, str]
+    written: tuple[str, str, str, str]
+    """As the model writes them, with line breaks: head of a call, of an argument, end of an argument, of a call."""
+    opening: tuple[str, ...] = ()
 
-    def read(self, text: str, tools: Mapping[str, Tool], /, *, final: bool) -> Read | None:
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """As :attr:`CallFormat.markers`."""
+        return tuple(filter(None, (self.outer[0], self.call[0])))
+
+    @property
+    def special(self) -> tuple[str, ...]:
+        """As :attr:`CallFormat.special`."""
+        words = (*self.outer, self.call[0], self.call[2], *self.key, *self.value)
+        return tuple(word for word in words if len(word) > 1)
+
+    def read(self, source: Source, tools: Mapping[str, Tool], /) -> Reading:
         """As :meth:`CallFormat.read`."""
-        at = skip_space(text, len("<tool_call>")) if text.startswith("<tool_call>") else 0
-        if not text.startswith("<function=", at):
-            waits = not final and could_become(text[at:], ("<function=",))
-            return None if waits else NOT_A_CALL
-        begin = at + len("<function=")
-        end = text.find(">", begin, begin + MAX_HEAD_CHARS)
-        if end < 0:
-            return NOT_A_CALL if final or len(text) >= begin + MAX_HEAD_CHARS else None
-        name = text[begin:end].strip().strip("\"'")
-        schemas = tools[name].properties if name in tools else {}
-        arguments: dict[str, Any] = {}
-        at = end + 1
+        opened = bool(self.outer[0]) and source.rest.startswith(self.outer[0])
+        if opened:
+            source.take(len(self.outer[0]))
+            yield from source.skip_space()
+            if not (yield from source.word((self.call[0],))):
+                return False
         while True:
-            at = skip_space(text, at)
-            if text.startswith("</function>", at):
+            if not (yield from self._call(source, tools)):
+                return False
+            if not opened:
+                return True
+            yield from source.skip_closers((self.outer[1],))
+            # Another one inside the same outer tags.
+            yield from source.skip_space()
+            if not (yield from source.word((self.call[0],))):
+                return True
+
+    def _call(self, source: Source, tools: Mapping[str, Tool]) -> Reading:
+        head, after, close = self.call
+        source.take(len(head))
+        name = yield from source.until(after, MAX_HEAD_CHARS)
+        name = name.strip().strip("\"'") if name is not None else ""
+        if not _NAME.fullmatch(name):
+            return False
+        if after != "<":
+            source.take(len(after))
+        schemas = tools[name].properties if name in tools else {}
+        written = ""
+        while True:
+            yield from source.skip_space()
+            tag = yield from source.word((close, self.key[0]))
+            if not tag:
+                return False
+            source.take(len(tag))
+            if tag == close:
                 break
-            if not text.startswith("<parameter=", at):
-                waits = not final and could_become(text[at:], ("</function>", "<parameter="))
-                return None if waits else NOT_A_CALL
-            head, tail = text.find(">", at), text.find("</parameter>", at)
-            if head < 0 or tail < 0:
-                return NOT_A_CALL if final else None
-            if tail < head:
-                return NOT_A_CALL
-            key = text[at + len("<parameter=") : head].strip().strip("\"'")
-            arguments[key] = _value(_one_line_off(text[head + 1 : tail]), schemas.get(key))
-            at = tail + len("</parameter>")
-        call = call_of(name, arguments)
-        if call is None:
-            return NOT_A_CALL
-        used = after_closers(text, at + len("</function>"), ("</tool_call>",), final=final)
-        return None if used is None else Read((call,), used)
+            key = yield from self._key(source)
+            if key is None:
+                return False
+            if not written:
+                yield CallStart(name)
+            yield CallArguments(f"{',' if written else '{'}{' ' if written else ''}{_spelled(key)}: ")
+            written = key or " "
+            read = self._text(source) if is_text(schemas.get(key)) else self._any(source)
+            if not (yield from read):
+                return False
+        if not written:
+            yield CallStart(name)
+        yield CallArguments("}" if written else "{}")
+        yield CallEnd()
+        source.settle()
+        return True
+
+    def _key(self, source: Source) -> Waits[str | None]:
+        key = yield from source.until(self.key[1], MAX_HEAD_CHARS)
+        if key is None:
+            return None
+        source.take(len(self.key[1]))
+        if self.value[0]:
+            yield from source.skip_space()
+            if not (yield from source.word((self.value[0],))):
+                return None
+            source.take(len(self.value[0]))
+        return key.strip().strip("\"'")
+
+    def _any(self, source: Source) -> Reading:
+        text = yield from source.until(self.value[1])
+        if text is None:
+            return False
+        source.take(len(self.value[1]))
+        yield CallArguments(_bare_value(text.removeprefix("\n").removesuffix("\n")))
+        return True
+
+    def _text(self, source: Source) -> Reading:
+        """A string as it comes, without the line break after the opening tag and the one before the closing tag."""
+        close = self.value[1]
+        if (yield from source.char()) == "\n":
+            source.take(1)
+        yield CallArguments('"')
+        while (at := source.rest.find(close)) < 0:
+            certain = possible_start(source.rest, (close, f"\n{close}"))
+            if certain:
+                yield CallArguments(_spelled(source.take(certain))[1:-1])
+            if source.final:
+                return False
+            yield None
+        text = source.take(at)
+        source.take(len(close))
+        yield CallArguments(_spelled(text.removesuffix("\n"))[1:-1] + '"')
+        return True
 
 
-@dataclass(frozen=True)
-class Glm:
-    """``<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>``."""
-
-    markers: ClassVar[tuple[str, ...]] = ("<tool_call>",)
-    opening: ClassVar[tuple[str, ...]] = ()
-    ends: ClassVar[str] = ">"
-
-    def read(self, text: str, tools: Mapping[str, Tool], /, *, final: bool) -> Read | None:
-        """As :meth:`CallFormat.read`."""
-        begin = len("<tool_call>")
-        at = text.find("<", begin, begin + MAX_HEAD_CHARS)
-        if at < 0:
-            return NOT_A_CALL if final or len(text) >= begin + MAX_HEAD_CHARS else None
-        head = _NAME.fullmatch(text, begin, at)
-        if head is None:
-            return NOT_A_CALL
-        name = head[1]
-        schemas = tools[name].properties if name in tools else {}
-        arguments: dict[str, Any] = {}
-        while True:
-            at = skip_space(text, at)
-            if text.startswith("</tool_call>", at):
-                call = call_of(name, arguments)
-                return NOT_A_CALL if call is None else Read((call,), at + len("</tool_call>"))
-            if not text.startswith("<arg_key>", at):
-                waits = not final and could_become(text[at:], ("</tool_call>", "<arg_key>"))
-                return None if waits else NOT_A_CALL
-            key_end = text.find("</arg_key>", at)
-            if key_end < 0:
-                return NOT_A_CALL if final else None
-            value = skip_space(text, key_end + len("</arg_key>"))
-            if not text.startswith("<arg_value>", value):
-                waits = not final and could_become(text[value:], ("<arg_value>",))
-                return None if waits else NOT_A_CALL
-            value_end = text.find("</arg_value>", value)
-            if value_end < 0:
-                return NOT_A_CALL if final else None
-            key = text[at + len("<arg_key>") : key_end].strip()
-            arguments[key] = _value(_one_line_off(text[value + len("<arg_value>") : value_end]), schemas.get(key))
-            at = value_end + len("</arg_value>")
+QWEN_CODER = TaggedCalls(
+    "qwen-coder",
+    outer=("<tool_call>", "</tool_call>"),
+    call=("<function=", ">", "</function>"),
+    key=("<parameter=", ">"),
+    value=("", "</parameter>"),
+    written=(
+        "<tool_call>\n<function=NAME>\n",
+        "<parameter=KEY>\n",
+        "\n</parameter>\n",
+        "</function>\n</tool_call>",
+    ),
+)
+"""Qwen3-Coder, Nemotron 3."""
+SEED = TaggedCalls(
+    "seed",
+    outer=("<seed:tool_call>", "</seed:tool_call>"),
+    call=QWEN_CODER.call,
+    key=QWEN_CODER.key,
+    value=QWEN_CODER.value,
+    written=(
+        "<seed:tool_call>\n<function=NAME>\n",
+        "<parameter=KEY>",
+        "</parameter>\n",
+        "</function>\n</seed:tool_call>",
+    ),
+)
+GLM = TaggedCalls(
+    "glm",
+    outer=("", ""),
+    call=("<tool_call>", "<", "</tool_call>"),
+    key=("<arg_key>", "</arg_key>"),
+    value=("<arg_value>", "</arg_value>"),
+    written=(
+        "<tool_call>NAME\n",
+        "<arg_key>KEY</arg_key>\n<arg_value>",
+        "</arg_value>\n",
+        "</tool_call>",
+    ),
+)
+"""GLM-4.5 to 4.7."""
+MINIMAX = TaggedCalls(
+    "minimax",
+    outer=("<minimax:tool_call>", "</minimax:tool_call>"),
+    call=("<invoke name=", ">", "</invoke>"),
+    key=("<parameter name=", ">"),
+    value=("", "</parameter>"),
+    written=(
+        '<minimax:tool_call>\n<invoke name="NAME">\n',
+        '<parameter name="KEY">',
+        "</parameter>\n",
+        "</invoke>\n</minimax:tool_call>",
+    ),
+)

@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from spark_agent.dialogue.events import Call, Event, Reasoning, merged
+from spark_agent.dialogue.events import Call, CallArguments, CallEnd, CallStart, Event, Part, Reasoning, Text, merged
 from spark_agent.server.api_error import ApiError
 from spark_agent.server.exchange import Ended, Idle, Output
 from spark_agent.server.generation import Finished, TokenLogprob
@@ -33,6 +33,10 @@ def _stop(ended: Ended) -> dict[str, str | None]:
     return {"stop_reason": reasons[ended.reason], "stop_sequence": stop if ended.reason == "stop" else None}
 
 
+def _tool_use(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_use", "id": new_id("toolu_"), "name": name, "input": arguments}
+
+
 class MessagesAnswer:
     """The shapes of one answer, whole or in events."""
 
@@ -44,12 +48,12 @@ class MessagesAnswer:
 
     def whole(self, events: Sequence[Event], _tokens: Sequence[TokenLogprob], ended: Ended) -> dict[str, Any]:
         """The object of a whole answer."""
-        content = [self._block(each) for each in merged(list(events))]
+        content = [self._block(each) for each in merged(events)]
         return {**self._message, "content": content, **_stop(ended), "usage": _usage(ended.finished)}
 
-    def _block(self, each: Event) -> dict[str, Any]:
+    def _block(self, each: Part) -> dict[str, Any]:
         if isinstance(each, Call):
-            return {"type": "tool_use", "id": new_id("toolu_"), "name": each.name, "input": json.loads(each.arguments)}
+            return _tool_use(each.name, json.loads(each.arguments))
         if isinstance(each, Reasoning):
             return {"type": "thinking", "thinking": each.text, "signature": ""}
         return {"type": "text", "text": each.text}
@@ -70,8 +74,10 @@ class MessagesAnswer:
             if isinstance(output, Idle):
                 yield _PING
             elif isinstance(output, Ended):
-                for part in self._close():
-                    yield part
+                # A call that the token limit cut stays open: clients run a call when its block is closed.
+                if self._open != "tool_use":
+                    for part in self._close():
+                        yield part
                 yield named_event({"type": "message_delta", "delta": _stop(output), "usage": _usage(output.finished)})
                 yield named_event({"type": "message_stop"})
             else:
@@ -84,17 +90,19 @@ class MessagesAnswer:
         return named_event(error.body("anthropic", request_id))
 
     def _said(self, each: Event) -> Iterator[bytes]:
-        if isinstance(each, Call):
+        if isinstance(each, CallStart):
             yield from self._close()
-            yield from self._begin({**self._block(each), "input": {}})
-            yield self._delta({"type": "input_json_delta", "partial_json": each.arguments})
+            yield from self._begin(_tool_use(each.name, {}))
+        elif isinstance(each, CallArguments):
+            yield self._delta({"type": "input_json_delta", "partial_json": each.text})
+        elif isinstance(each, CallEnd):
             yield from self._close()
-            return
-        kind = "thinking" if isinstance(each, Reasoning) else "text"
-        if self._open != kind:
-            yield from self._close()
-            yield from self._begin(self._block(type(each)("")))
-        yield self._delta({"type": f"{kind}_delta", kind: each.text})
+        elif isinstance(each, Text | Reasoning):
+            kind = "thinking" if isinstance(each, Reasoning) else "text"
+            if self._open != kind:
+                yield from self._close()
+                yield from self._begin(self._block(type(each)("")))
+            yield self._delta({"type": f"{kind}_delta", kind: each.text})
 
     def _begin(self, block: dict[str, Any]) -> Iterator[bytes]:
         self._index += 1

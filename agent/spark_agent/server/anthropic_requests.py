@@ -24,6 +24,7 @@ class _Message(ApiModel):
 
 class _Thinking(ApiModel):
     type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Field(ge=1)] | None = None
 
 
 class CountRequest(ApiModel):
@@ -58,6 +59,7 @@ class CountRequest(ApiModel):
             choice=_choice(self.tool_choice, {tool.name for tool in tools}),
             template_options=options,
             prefill=prefill,
+            thought_tokens=self.thinking.budget_tokens if self.thinking is not None else None,
         )
 
     def sampling(self) -> Sampling:

@@ -195,7 +195,7 @@ async def _guarded(
     except Exception as error:
         # The status is sent; the error can only be the stream's last event.
         yield answer.failed(ApiError.of(error), request_id)
-        if not isinstance(error, EXPECTED):
+        if not isinstance(error, (*EXPECTED, ApiError)):
             raise  # the log gets the traceback
     finally:
         answering.cancel()

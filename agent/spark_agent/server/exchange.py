@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from spark_agent.dialogue.events import Call, Event
+from spark_agent.dialogue.events import CallBroken, CallEnd, Event, joined
 from spark_agent.dialogue.messages import Message, Tool, ToolChoice
 from spark_agent.dialogue.output_parser import OutputParser, PlainParser
 from spark_agent.server.api_error import ApiError
@@ -53,6 +53,8 @@ class Ask:
     template_options: dict[str, Any] = field(default_factory=dict)
     prefill: str | None = None
     """The answer begins with this, and goes on after it."""
+    thought_tokens: int | None = None
+    """Most tokens of reasoning."""
 
     @property
     def size(self) -> int:
@@ -145,8 +147,13 @@ class Answering:
         self._held = more
         return Piece("".join(texts), tuple(tokens))
 
-    async def outputs(self) -> AsyncIterator[Output]:
-        """Everything until the end; raises what the engine raised."""
+    async def outputs(self, *, streamed: bool = True) -> AsyncIterator[Output]:
+        """Everything until the end; raises what the engine raised.
+
+        ``streamed``: for a client that hears of a call before it is whole. What began as a call and is none raises
+        :class:`ApiError` then, so that nobody takes it for one, unless the token limit cut it: then the answer ends
+        there, as in the APIs' own servers. Otherwise it is text.
+        """
         try:
             while True:
                 event = self._ready()
@@ -158,7 +165,9 @@ class Answering:
                 if isinstance(event, Exception):
                     raise event
                 if isinstance(event, Finished):
-                    rest = self._wanted(self._parser.end())
+                    rest = self._wanted(self._parser.end(cut=event.reason == "length"))
+                    if streamed:
+                        rest = _heard(rest, event)
                     if rest:
                         yield Said(rest)
                     reason = "tool_calls" if self._calls and event.reason == "stop" else event.reason
@@ -166,6 +175,8 @@ class Answering:
                     return
                 piece = self._with_what_is_ready(event)
                 said = self._wanted(self._parser.push(piece.text))
+                if streamed:
+                    said = _heard(said)
                 if said or piece.tokens:
                     yield Said(said, piece.tokens)
         finally:
@@ -175,7 +186,7 @@ class Answering:
         """Everything at once."""
         events: list[Event] = []
         tokens: list[TokenLogprob] = []
-        async for output in self.outputs():
+        async for output in self.outputs(streamed=False):
             if isinstance(output, Ended):
                 return events, tokens, output
             if isinstance(output, Said):
@@ -189,9 +200,18 @@ class Answering:
         for event in events:
             if self._calls and not self._parallel:
                 break
-            self._calls += isinstance(event, Call)
+            self._calls += isinstance(event, CallEnd)
             wanted.append(event)
-        return wanted
+        return joined(wanted)
+
+
+def _heard(events: list[Event], finished: Finished | None = None) -> list[Event]:
+    if CallBroken() not in events:
+        return events
+    if finished is None or finished.reason != "length":
+        message = "the model began a tool call and did not write it to its end: ask again"
+        raise ApiError(502, message, "malformed_tool_call")
+    return events[: events.index(CallBroken())]
 
 
 class Exchange:
@@ -221,6 +241,7 @@ class Exchange:
             stops=ask.stops,
             top_logprobs=ask.top_logprobs,
             workload=workload,
+            thought_limit=prepared.thought_limit,
         )
         try:
             self._worker.submit(generation)

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from spark_agent.server.thought import ThoughtLimit
 from spark_runtime.sampling import Sampling
 
 __all__ = ["AbandonedError", "BusyError", "Finished", "Generation", "GenerationReport", "Piece", "TokenLogprob"]
@@ -91,6 +92,7 @@ class Generation:
     """``None``: no log probabilities; 0 to :data:`MAX_TOP_LOGPROBS`: each token's own, and so many of the likeliest."""
     workload: str | None = None
     """``None`` is the agent's default."""
+    thought_limit: ThoughtLimit | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
     events: asyncio.Queue[Piece | Finished | Exception] = field(default_factory=asyncio.Queue)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)

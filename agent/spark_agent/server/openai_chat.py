@@ -7,7 +7,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from spark_agent.dialogue.events import Call, Event, Reasoning, Text
+from spark_agent.dialogue.events import Call, CallArguments, CallStart, Event, Reasoning, Text, merged
 from spark_agent.server.api_error import ApiError
 from spark_agent.server.exchange import Ended, Idle, Output
 from spark_agent.server.generation import Finished, TokenLogprob
@@ -42,9 +42,10 @@ class ChatAnswer:
 
     def whole(self, events: Sequence[Event], tokens: Sequence[TokenLogprob], ended: Ended) -> dict[str, Any]:
         """The object of a whole answer."""
-        text = "".join(each.text for each in events if isinstance(each, Text))
-        reasoning = "".join(each.text for each in events if isinstance(each, Reasoning))
-        calls = [self._call(each) for each in events if isinstance(each, Call)]
+        parts = merged(events)
+        text = "".join(each.text for each in parts if isinstance(each, Text))
+        reasoning = "".join(each.text for each in parts if isinstance(each, Reasoning))
+        calls = [_call(each.name, each.arguments) for each in parts if isinstance(each, Call)]
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
         if reasoning:
             message["reasoning_content"] = reasoning
@@ -74,7 +75,7 @@ class ChatAnswer:
                 if self._include_usage:
                     yield self._event(choices=[], usage=usage_of(output.finished))
             else:
-                deltas = [self._delta(each) for each in output.events]
+                deltas = [delta for each in output.events if (delta := self._delta(each))]
                 if output.tokens and not deltas:
                     deltas = [{}]
                 for at, delta in enumerate(deltas):
@@ -90,12 +91,12 @@ class ChatAnswer:
             return {"reasoning_content": each.text}
         if isinstance(each, Text):
             return {"content": each.text}
-        return {"tool_calls": [{"index": self._calls, **self._call(each)}]}
-
-    def _call(self, call: Call) -> dict[str, Any]:
-        self._calls += 1
-        function = {"name": call.name, "arguments": call.arguments}
-        return {"id": new_id("call_"), "type": "function", "function": function}
+        if isinstance(each, CallStart):
+            self._calls += 1
+            return {"tool_calls": [{"index": self._calls - 1, **_call(each.name, "")}]}
+        if isinstance(each, CallArguments):
+            return {"tool_calls": [{"index": self._calls - 1, "function": {"arguments": each.text}}]}
+        return {}
 
     def _chunk(
         self, delta: dict[str, Any], finish_reason: str | None = None, tokens: Sequence[TokenLogprob] = ()
@@ -106,6 +107,10 @@ class ChatAnswer:
 
     def _event(self, **members: object) -> bytes:
         return event({**self._envelope, "object": "chat.completion.chunk", **members})
+
+
+def _call(name: str, arguments: str) -> dict[str, Any]:
+    return {"id": new_id("call_"), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:

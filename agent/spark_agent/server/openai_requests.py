@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator
 
-from spark_agent.dialogue.call_format import load_json
+from spark_agent.dialogue.json_text import load_json
 from spark_agent.dialogue.messages import Message, ToolCall, ToolChoice
 from spark_agent.server.api_error import ApiError
 from spark_agent.server.exchange import Ask

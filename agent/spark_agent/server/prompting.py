@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from spark_agent.dialogue.call_format import load_json
-from spark_agent.dialogue.call_grammar import answer_grammar, call_grammar
-from spark_agent.dialogue.detection import detect
+from spark_agent.dialogue.call_grammar import answer_grammar, call_grammar, written_call
+from spark_agent.dialogue.detection import OutputFormat, detect
 from spark_agent.dialogue.harmony import HarmonyParser
+from spark_agent.dialogue.json_calls import KIMI
 from spark_agent.dialogue.json_grammar import SchemaError
+from spark_agent.dialogue.json_text import load_json
 from spark_agent.dialogue.messages import Message, Tool, ToolCall
 from spark_agent.dialogue.output_parser import OutputParser, TaggedParser
 from spark_agent.server.api_error import ApiError
+from spark_agent.server.thought import ThoughtLimit
 from spark_runtime.chat import ChatFormat
 from spark_runtime.errors import ChatTemplateError
 
 if TYPE_CHECKING:
     from spark_agent.server.exchange import Ask
 
-__all__ = ["Prepared", "Prompting"]
+__all__ = ["Prepared", "Prompting", "call_ids"]
 
+_HARMONY_THOUGHT = ("<|channel|>analysis<|message|>", "<|end|>")
 _INSTRUCTIONS = """You can call functions. Their JSON schemas:
 <tools>
 {tools}
 </tools>
-To call one, write a JSON object with its name and arguments between tags:
-<tool_call>
-{{"name": NAME, "arguments": {{...}}}}
-</tool_call>"""
+To call one, write its name and its arguments, a JSON object, like this:
+{call}"""
 """What a model is told whose template knows no tools."""
 
 
@@ -42,6 +44,7 @@ class Prepared:
     grammar: str | None
     parser: OutputParser | None
     """``None``: all output is text."""
+    thought_limit: ThoughtLimit | None = None
 
 
 class Prompting:
@@ -49,17 +52,17 @@ class Prompting:
 
     def __init__(self, chat: ChatFormat) -> None:
         self._chat = chat
-        self._format = detect(chat.template)
-        self._native = chat.support.tools and self._format.name != "generic"
-        if not self._native:
-            # The template knows no tools, or wants calls in words that nobody here reads: ours are asked for.
-            self._format = replace(detect(None), thinking=self._format.thinking)
+        self._format = detect(
+            lambda messages, tools, options: chat.tried(
+                messages, tools=[tool.declared() for tool in tools], options=options
+            )
+        )
         chat.spell(self._format.special)
 
     @property
-    def tool_format(self) -> str:
-        """The name of the format that calls are read in."""
-        return self._format.name
+    def output_format(self) -> OutputFormat:
+        """How the model writes calls and reasoning."""
+        return self._format
 
     def prepare(self, ask: Ask) -> Prepared:
         """Render, tokenise and check; raise :class:`ApiError`. May take a while."""
@@ -71,7 +74,22 @@ class Prompting:
         prompt = self._rendered(ask, tools)
         tokens = self._chat.tokenize(prompt)
         grammar = self._grammar(ask, tools, prompt)
-        return self._fitting(tokens, grammar, self._parser(ask, tools, prompt))
+        limit = self._thought_limit(ask, prompt, demanded=grammar is not None)
+        return replace(self._fitting(tokens, grammar, self._parser(ask, tools, prompt)), thought_limit=limit)
+
+    def _thought_limit(self, ask: Ask, prompt: str, *, demanded: bool) -> ThoughtLimit | None:
+        """What was asked for; where an answer of a form is demanded, reasoning leaves it half of the tokens."""
+        most = ask.thought_tokens
+        if demanded and ask.max_tokens is not None:
+            half = max(ask.max_tokens // 2, 1)
+            most = half if most is None else min(most, half)
+        tags = _HARMONY_THOUGHT if self._format.harmony else self._format.thinking
+        if most is None or tags is None:
+            return None
+        opening, closing = tags
+        following = "<|start|>assistant" if self._format.harmony else "\n\n"
+        ending = tuple(self._chat.tokenize(closing + following, starts=False))
+        return ThoughtLimit(most, opening.encode(), closing.encode(), ending, self._in_thought(prompt))
 
     def _fitting(self, tokens: Sequence[int], grammar: str | None, parser: OutputParser | None) -> Prepared:
         if len(tokens) >= self._chat.n_ctx:
@@ -101,7 +119,7 @@ class Prompting:
         try:
             prompt = self._chat.prompt(
                 self._for_template(ask.messages, tools),
-                tools=[tool.declared() for tool in tools] if self._native else (),
+                tools=[tool.declared() for tool in tools] if self._format.described else (),
                 options=ask.template_options,
             )
         except ChatTemplateError as error:
@@ -110,29 +128,37 @@ class Prompting:
 
     def _for_template(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[dict[str, Any]]:
         support = self._chat.support
-        if not self._native:
-            messages = _in_words(messages, tools)
+        if not self._format.native:
+            messages = _in_words(messages)
+        if not self._format.described:
+            messages = _instructed(messages, tools, written_call(self._format.calls))
+        concerns_tools = bool(tools) or any(message.calls or message.role == "tool" for message in messages)
+        if not (support.system_with_tools if concerns_tools and self._format.described else support.system):
+            messages = _without_system(messages)
+        ids = call_ids(messages, named=self._format.calls is KIMI)
         rendered: list[dict[str, Any]] = []
         for message in messages:
             each: dict[str, Any] = {"role": message.role, "content": message.text}
             if message.reasoning:
                 # Qwen and DeepSeek templates read the one, gpt-oss' the other.
                 each["reasoning_content"] = each["thinking"] = message.reasoning
+            if message.calls and support.bare_calls and not message.text:
+                each["content"] = None
             if message.calls:
-                each["tool_calls"] = [self._call(call) for call in message.calls]
+                each["tool_calls"] = [self._call(call, ids[call.id]) for call in message.calls]
             if message.role == "tool" and not support.results:
                 each = {"role": "user", "content": f"<tool_response>\n{message.text}\n</tool_response>"}
             elif message.role == "tool":
-                each |= {"tool_call_id": message.call_id or "", "name": message.name or ""}
+                each |= {"tool_call_id": ids[message.call_id or ""], "name": message.name or ""}
             rendered.append(each)
         return rendered
 
-    def _call(self, call: ToolCall) -> dict[str, Any]:
+    def _call(self, call: ToolCall, identifier: str) -> dict[str, Any]:
         arguments: Any = call.arguments
         if self._chat.support.object_arguments:
             arguments = load_json(call.arguments)
         function = {"name": call.name, "arguments": arguments}
-        return {"id": call.id, "type": "function", "function": function}
+        return {"id": identifier, "type": "function", "function": function}
 
     def _in_thought(self, prompt: str) -> bool:
         return self._format.thinking is not None and prompt.rstrip().endswith(self._format.thinking[0])
@@ -154,14 +180,18 @@ class Prompting:
         if ask.schema is None:
             return None
         try:
-            return answer_grammar(ask.schema, strict=ask.schema_strict, thought_end=self._thought_end(prompt))
+            return answer_grammar(
+                ask.schema,
+                strict=ask.schema_strict,
+                thought_end=self._thought_end(prompt),
+                harmony=self._format.harmony and ask.raw is None,
+            )
         except SchemaError as error:
             raise ApiError(400, f"response_format: {error}", "invalid_json_schema", param="response_format") from error
 
     def _parser(self, ask: Ask, tools: Sequence[Tool], prompt: str) -> OutputParser | None:
         by_name = {tool.name: tool for tool in tools}
         if self._format.harmony:
-            # A grammar for an answer allows no channels, so what comes is the answer.
             return HarmonyParser(by_name, calls=bool(tools))
         thinking = None if ask.reasoning_in_text else self._format.thinking
         if not tools and thinking is None:
@@ -170,8 +200,42 @@ class Prompting:
         return TaggedParser(calls, by_name, thinking=thinking, in_thought=self._in_thought(prompt))
 
 
-def _in_words(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
-    """The messages with tools, calls and results written out."""
+def _without_system(messages: Sequence[Message]) -> list[Message]:
+    """The messages with the text of system messages at the beginning of the user's next one."""
+    written: list[Message] = []
+    told: list[str] = []
+    for message in messages:
+        if message.role == "system":
+            told.append(message.text)
+        elif message.role == "user" and told:
+            written.append(replace(message, text="\n\n".join([*told, message.text])))
+            told = []
+        else:
+            written.append(message)
+    return [*written, Message("user", "\n\n".join(told))] if told else written
+
+
+def call_ids(messages: Sequence[Message], *, named: bool) -> dict[str, str]:
+    """Ids of calls as templates take them, by the clients' ids.
+
+    Mistral's take nine letters and digits; Kimi's (``named``) show nothing of a call but an id that holds its name.
+    """
+    ids: dict[str, str] = {}
+    for message in messages:
+        for call in message.calls:
+            ids.setdefault(call.id, f"functions.{call.name}:{len(ids)}" if named else _short_id(call.id))
+        if message.role == "tool":
+            # A result of a call that is not there: its template decides.
+            ids.setdefault(message.call_id or "", _short_id(message.call_id or ""))
+    return ids
+
+
+def _short_id(identifier: str) -> str:
+    return hashlib.sha256(identifier.encode()).hexdigest()[:9]
+
+
+def _in_words(messages: Sequence[Message]) -> list[Message]:
+    """The messages with calls and results written out."""
     written = []
     for message in messages:
         text = message.text
@@ -182,9 +246,15 @@ def _in_words(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Messag
             written.append(Message("user", f"<tool_response>\n{text}\n</tool_response>"))
         else:
             written.append(replace(message, text=text.lstrip("\n") if message.calls else text, calls=()))
+    return written
+
+
+def _instructed(messages: Sequence[Message], tools: Sequence[Tool], call: str) -> list[Message]:
+    """The messages with a description of tools in the system message."""
+    written = list(messages)
     if tools:
         listed = "\n".join(json.dumps(tool.declared()["function"], ensure_ascii=False) for tool in tools)
-        instructions = _INSTRUCTIONS.format(tools=listed)
+        instructions = _INSTRUCTIONS.format(tools=listed, call=call)
         if written and written[0].role == "system":
             written[0] = replace(written[0], text=f"{written[0].text}\n\n{instructions}")
         else:

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from spark_agent.dialogue.events import Call, Event, Reasoning, merged
+from spark_agent.dialogue.events import Call, CallArguments, CallEnd, CallStart, Event, Part, Reasoning, Text, merged
 from spark_agent.server.api_error import ApiError
 from spark_agent.server.exchange import Ended, Idle, Output
 from spark_agent.server.generation import Finished, TokenLogprob
@@ -68,8 +68,8 @@ class ResponsesAnswer:
 
     def whole(self, events: Sequence[Event], _tokens: Sequence[TokenLogprob], ended: Ended) -> dict[str, Any]:
         """The object of a whole answer."""
-        for each in merged(list(events)):
-            item, _ = self._new(each)
+        for each in merged(events):
+            item = _new(each)
             self.output.append(_filled(item, "" if isinstance(each, Call) else each.text, status="completed"))
         return self._response("completed", ended)
 
@@ -99,40 +99,34 @@ class ResponsesAnswer:
         self._sequence += 1
         return named_event({"type": kind, "sequence_number": self._sequence, **members})
 
-    def _new(self, each: Event) -> tuple[dict[str, Any], str]:
-        """An empty item for what is said, and the kind of its parts' events."""
-        item: dict[str, Any]
-        if isinstance(each, Call):
-            item = {"type": "function_call", "id": new_id("fc_"), "call_id": new_id("call_"), "name": each.name}
-            return {**item, "arguments": each.arguments, "status": "in_progress"}, "function_call_arguments"
-        if isinstance(each, Reasoning):
-            item = {"type": "reasoning", "id": new_id("rs_"), "summary": [], "content": []}
-            return {**item, "status": "in_progress"}, "reasoning_text"
-        item = {"type": "message", "id": new_id("msg_"), "role": "assistant", "content": []}
-        return {**item, "status": "in_progress"}, "output_text"
-
     def _said(self, each: Event) -> Iterator[bytes]:
-        item, kind = self._new(each)
-        if isinstance(each, Call):
+        if isinstance(each, CallStart):
             yield from self._close()
-            yield self._added({**item, "arguments": ""})
-            place = {"item_id": item["id"], "output_index": len(self.output)}
-            yield self._event(f"response.{kind}.delta", **place, delta=each.arguments)
-            yield self._event(f"response.{kind}.done", **place, name=each.name, arguments=each.arguments)
-            yield self._done({**item, "status": "completed"})
-            return
-        if self._item is None or self._item["type"] != item["type"]:
-            yield from self._close()
-            self._item, self._text = item, ""
-            yield self._added(item)
-            yield self._event("response.content_part.added", **self._place(), part=_part(item, ""))
-        self._text += each.text
-        more: dict[str, Any] = {"logprobs": []} if kind == "output_text" else {}
-        yield self._event(f"response.{kind}.delta", **self._place(), delta=each.text, **more)
+            self._item, self._text = _new(Call(each.name, "")), ""
+            yield self._added(self._item)
+        elif isinstance(each, CallArguments):
+            self._text += each.text
+            yield self._event("response.function_call_arguments.delta", **self._at(), delta=each.text)
+        elif isinstance(each, CallEnd) and self._item is not None:
+            name = self._item["name"]
+            yield self._event("response.function_call_arguments.done", **self._at(), name=name, arguments=self._text)
+            item, self._item = self._item, None
+            yield self._done({**item, "arguments": self._text, "status": "completed"})
+        elif isinstance(each, Text | Reasoning):
+            item, kind = _new(each), _KINDS[type(each)]
+            if self._item is None or self._item["type"] != item["type"]:
+                yield from self._close()
+                self._item, self._text = item, ""
+                yield self._added(item)
+                yield self._event("response.content_part.added", **self._place(), part=_part(item, ""))
+            self._text += each.text
+            more: dict[str, Any] = {"logprobs": []} if kind == "output_text" else {}
+            yield self._event(f"response.{kind}.delta", **self._place(), delta=each.text, **more)
 
     def _close(self) -> Iterator[bytes]:
         item = self._item
-        if item is None:
+        # A call that the token limit cut stays open: clients run a call when its item is done.
+        if item is None or item["type"] == "function_call":
             return
         kind = "reasoning_text" if item["type"] == "reasoning" else "output_text"
         more: dict[str, Any] = {"logprobs": []} if kind == "output_text" else {}
@@ -141,9 +135,11 @@ class ResponsesAnswer:
         self._item = None
         yield self._done(_filled(item, self._text, status="completed"))
 
+    def _at(self) -> dict[str, Any]:
+        return {"item_id": self._item["id"] if self._item else None, "output_index": len(self.output)}
+
     def _place(self) -> dict[str, Any]:
-        identifier = self._item["id"] if self._item else None
-        return {"item_id": identifier, "output_index": len(self.output), "content_index": 0}
+        return {**self._at(), "content_index": 0}
 
     def _added(self, item: dict[str, Any]) -> bytes:
         return self._event("response.output_item.added", output_index=len(self.output), item=item)
@@ -151,6 +147,22 @@ class ResponsesAnswer:
     def _done(self, item: dict[str, Any]) -> bytes:
         self.output.append(item)
         return self._event("response.output_item.done", output_index=len(self.output) - 1, item=item)
+
+
+_KINDS = {Text: "output_text", Reasoning: "reasoning_text"}
+
+
+def _new(each: Part) -> dict[str, Any]:
+    """An empty item for what is said."""
+    item: dict[str, Any]
+    if isinstance(each, Call):
+        item = {"type": "function_call", "id": new_id("fc_"), "call_id": new_id("call_"), "name": each.name}
+        return {**item, "arguments": each.arguments, "status": "in_progress"}
+    if isinstance(each, Reasoning):
+        item = {"type": "reasoning", "id": new_id("rs_"), "summary": [], "content": []}
+    else:
+        item = {"type": "message", "id": new_id("msg_"), "role": "assistant", "content": []}
+    return {**item, "status": "in_progress"}
 
 
 def _part(item: dict[str, Any], text: str) -> dict[str, Any]:

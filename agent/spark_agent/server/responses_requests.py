@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from spark_agent.dialogue.call_format import load_json
+from spark_agent.dialogue.json_text import load_json
 from spark_agent.dialogue.messages import Message, ToolCall
 from spark_agent.server.api_error import ApiError
 from spark_agent.server.exchange import Ask

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from typing import Literal
 
 from spark_agent.server.generation import AbandonedError, Finished, Generation, GenerationReport, Piece, TokenLogprob
+from spark_agent.server.thought import ThoughtWatch
 from spark_runtime.conversation import Conversation
 from spark_runtime.engine import Engine
 from spark_runtime.errors import ContextFullError
 from spark_runtime.logprobs import likeliest, log_probabilities
+from spark_runtime.sampling import Sampler
 from spark_runtime.text_stream import TextStream
 
 __all__ = ["Running"]
@@ -31,7 +33,10 @@ class Running:
         self._spent_s = {"prompt": 0.0, "decode": 0.0}
         self._reused = self._produced = 0
         self._steps: Iterator[None] = iter(())
+        self._sampler: Sampler | None = None
+        self._waits = False
         self._stream = TextStream(generation.stops)
+        self._thought = ThoughtWatch(generation.thought_limit) if generation.thought_limit is not None else None
         self._uncertain: deque[tuple[int, int, TokenLogprob]] = deque()
         self.finished: Finished | None = None
 
@@ -51,6 +56,17 @@ class Running:
         finally:
             self._spent_s[phase] += time.monotonic() - before
         return True
+
+    @property
+    def in_wait(self) -> bool:
+        """Whether the last step only waited for the request's grammar."""
+        return self._waits
+
+    @property
+    def blocked(self) -> bool:
+        """Whether the next step would do nothing either."""
+        wanted = not self.generation.cancelled.is_set()
+        return wanted and self._waits and self._sampler is not None and self._sampler.waits
 
     def close(self) -> None:
         """Free what the steps hold; safe to call twice."""
@@ -93,6 +109,9 @@ class Running:
             )
         room = engine.n_ctx - len(tokens)
         with contextlib.closing(engine.sampler(generation.sampling)) as sampler:
+            self._sampler = sampler
+            for _ in sampler.ready():
+                yield from self._wait()
             self._reused = conversation.begin(tokens)
             for start in range(self._reused, len(tokens), engine.n_batch):
                 if start > self._reused:
@@ -102,13 +121,16 @@ class Running:
             # The first token is chosen in the same step: another conversation's step would take the logits' place.
             reason: Literal["stop", "length"] = "length"
             limit = min(generation.max_tokens or room, room)
-            for token in conversation.generate(sampler, limit):
+            for token in conversation.steps(sampler, limit):
+                if token is None:
+                    yield from self._wait()
+                    continue
                 self.in_prompt = False
                 self._produced += 1
                 if self._first_token_s is None:
                     self._first_token_s = time.monotonic() - self._submitted_s
                 ends = engine.is_end(token)
-                self._emit(engine, token, b"" if ends else engine.piece(token), ends=ends)
+                self._emit(engine, sampler, token, ends=ends)
                 if ends or self._stream.stopped:
                     reason = "stop"
                     break
@@ -119,7 +141,16 @@ class Running:
             generation.emit(Piece(rest, left))
         self.finished = Finished(reason, len(tokens), self._reused, self._produced, self._stream.stop)
 
-    def _emit(self, engine: Engine, token: int, piece: bytes, *, ends: bool) -> None:
+    def _wait(self) -> Iterator[None]:
+        self._waits = True
+        yield
+        self._waits = False
+
+    def _emit(self, engine: Engine, sampler: Sampler, token: int, *, ends: bool) -> None:
+        piece = b"" if ends else engine.piece(token)
+        limit = self.generation.thought_limit
+        if limit is not None and self._thought is not None and self._thought.is_over(piece):
+            sampler.force(limit.ending)
         before = self._stream.end
         text = self._stream.push(piece)
         if self.generation.top_logprobs is None:
@@ -127,7 +158,7 @@ class Running:
                 self.generation.emit(Piece(text))
             return
         if not ends:
-            logprobs = log_probabilities(engine.logits())
+            logprobs = log_probabilities(sampler.logits())
             top = likeliest(logprobs, self.generation.top_logprobs)
             chosen = TokenLogprob(
                 token, piece, float(logprobs[token]), tuple((one, engine.piece(one), value) for one, value in top)

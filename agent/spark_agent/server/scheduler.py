@@ -78,9 +78,11 @@ class Scheduler(Generic[_T]):
         self._running.append(_Turn(job, least))
         return job
 
-    def next(self) -> _T | None:
-        """Whose turn it is: who has had least; of equal ones, who came first."""
-        return min(self._running, key=lambda turn: turn.used_s).job if self._running else None
+    def next(self, blocked: Callable[[_T], bool] = lambda _: False) -> _T | None:
+        """Whose turn it is: who has had least; of equal ones, who came first. ``None`` when all are blocked."""
+        able = (turn for turn in self._running if not blocked(turn.job))
+        least = min(able, key=lambda turn: turn.used_s, default=None)
+        return None if least is None else least.job
 
     def charge(self, job: _T, seconds: float) -> None:
         """Note how long a job's turn took."""

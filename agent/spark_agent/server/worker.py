@@ -19,6 +19,8 @@ from spark_runtime.engine import Engine
 __all__ = ["Worker", "WorkerLoad"]
 
 _HOUSEKEEPING_S = 30.0
+_POLL_S = 0.001
+"""Between two looks whether a grammar has answered, while nothing else is to be done."""
 _T = TypeVar("_T")
 
 
@@ -114,10 +116,14 @@ class Worker:
                 self._abandon_all()
             while (started := self._scheduler.start()) is not None:
                 self._start(started)
-            running = self._scheduler.next()
+            running = self._scheduler.next(lambda job: job.blocked)
             if running is not None:
                 self._turn(running)
                 self._tidy()
+            elif self._scheduler.running:
+                # All that run wait for their grammars.
+                with self._changed:
+                    self._changed.wait(_POLL_S)
             elif not self._wait():
                 break
         self._keep(self._sessions.close_all)
@@ -184,7 +190,7 @@ class Worker:
                     self._finish(running, None)
                     return
                 spent_s = time.monotonic() - began
-                if in_prompt or self._calls or spent_s >= self._scheduler.slice_s:
+                if in_prompt or running.in_wait or self._calls or spent_s >= self._scheduler.slice_s:
                     break
         except Exception as error:
             self._finish(running, error)

@@ -12,14 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spark_agent.dialogue.call_grammar import answer_grammar, call_grammar, check_tool
-from spark_agent.dialogue.detection import detect
-from spark_agent.dialogue.events import Call, Reasoning, merged
+from spark_agent.dialogue.detection import CALL_FORMATS
+from spark_agent.dialogue.events import Call, Reasoning, Text, merged
 from spark_agent.dialogue.harmony import HarmonyParser
-from spark_agent.dialogue.json_calls import DeepSeek, Hermes, Llama3, Mistral
+from spark_agent.dialogue.json_calls import HERMES
 from spark_agent.dialogue.json_grammar import MAX_DEPTH, JsonGrammar, SchemaError
 from spark_agent.dialogue.messages import Tool
 from spark_agent.dialogue.output_parser import TaggedParser
-from spark_agent.dialogue.xml_calls import Glm, QwenCoder
 from spark_runtime.llama import bindings
 from spark_runtime.models import demo_model_path
 
@@ -212,7 +211,7 @@ WRITTEN = {
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n"
         '{"at": "x", "n": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
     ),
-    "deepseek-bare": (
+    "deepseek-v3.1": (
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>"
         '{"at": "x", "n": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
     ),
@@ -224,13 +223,26 @@ WRITTEN = {
         "<tool_call>look\n<arg_key>at</arg_key>\n<arg_value>x</arg_value>\n"
         "<arg_key>n</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
     ),
+    "kimi": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>"
+        '{"at": "x", "n": 1}<|tool_call_end|><|tool_calls_section_end|>'
+    ),
+    "nemotron": '<TOOLCALL>[{"name": "look", "arguments": {"at": "x", "n": 1}}]</TOOLCALL>',
+    "granite3": '<|tool_call|>[{"name": "look", "arguments": {"at": "x", "n": 1}}]',
+    "phi4": '<|tool_call|>{"name": "look", "arguments": {"at": "x", "n": 1}}<|/tool_call|>',
+    "minimax-m1": '<tool_calls>\n{"name": "look", "arguments": {"at": "x", "n": 1}}\n</tool_calls>',
+    "tool_calls": '<tool_calls>[{"name": "look", "arguments": {"at": "x", "n": 1}}]</tool_calls>',
+    "seed": (
+        "<seed:tool_call>\n<function=look>\n<parameter=at>x</parameter>\n<parameter=n>1</parameter>\n"
+        "</function>\n</seed:tool_call>"
+    ),
+    "minimax": (
+        '<minimax:tool_call>\n<invoke name="look">\n<parameter name="at">x</parameter>\n'
+        '<parameter name="n">1</parameter>\n</invoke>\n</minimax:tool_call>'
+    ),
     "harmony": '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"at": "x", "n": 1}',
 }
-FORMATS = {
-    "hermes": Hermes(), "llama3": Llama3(), "mistral": Mistral(), "mistral-named": Mistral(named=True),
-    "deepseek": DeepSeek(), "deepseek-bare": DeepSeek(fenced=False), "qwen-coder": QwenCoder(), "glm": Glm(),
-    "harmony": None,
-}  # fmt: skip
+FORMATS = {**{calls.name: calls for calls in CALL_FORMATS}, "harmony": None}
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -246,17 +258,40 @@ def test_a_forced_call_is_one_that_is_read(name: str, follows: Any) -> None:
     assert merged(parser.push(text) + parser.end()) == [Call("look", '{"at": "x", "n": 1}')]
 
 
+def test_markup_that_only_looks_like_an_end_is_part_of_a_text(follows: Any) -> None:
+    text = "cout << x; <p>1</p> a < b </parameters> </para x"
+    tool = Tool("note", parameters={"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]})
+    grammar = call_grammar(FORMATS["qwen-coder"], [tool], parallel=False)
+    written = f"<tool_call>\n<function=note>\n<parameter=text>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    assert follows(grammar, written)
+    parser = TaggedParser(FORMATS["qwen-coder"], {"note": tool})
+    assert merged(parser.push(written) + parser.end()) == [Call("note", json.dumps({"text": text}))]
+    thought = f"{text} </thinking></think>\n\nnull"
+    assert follows(answer_grammar({"type": "null"}, strict=True, thought_end="</think>"), thought)
+
+
+def test_an_answer_on_its_channel(follows: Any) -> None:
+    grammar = answer_grammar({"type": "null"}, strict=True, harmony=True)
+    thought = "<|channel|>analysis<|message|>a <b> << c<|end|><|start|>assistant"
+    answer = "<|channel|>final<|message|>null"
+    assert follows(grammar, answer)
+    assert follows(grammar, thought + answer)
+    assert not follows(grammar, "null")
+    parser = HarmonyParser({})
+    assert merged(parser.push(thought + answer) + parser.end()) == [Reasoning("a <b> << c"), Text("null")]
+
+
 def test_several_calls_where_parallel(follows: Any) -> None:
     text = WRITTEN["hermes"]
     tools = list(TOOLS.values())
-    assert follows(call_grammar(Hermes(), tools, parallel=True), f"{text}\n{text}")
-    assert not follows(call_grammar(Hermes(), tools, parallel=False), f"{text}\n{text}")
+    assert follows(call_grammar(HERMES, tools, parallel=True), f"{text}\n{text}")
+    assert not follows(call_grammar(HERMES, tools, parallel=False), f"{text}\n{text}")
 
 
 def test_reasoning_comes_before_what_is_forced(follows: Any) -> None:
     text = f"hm, a < b\n</think>\n\n{WRITTEN['hermes']}"
-    assert follows(call_grammar(Hermes(), [*TOOLS.values()], parallel=True, thought_end="</think>"), text)
-    parser = TaggedParser(Hermes(), TOOLS, thinking=("<think>", "</think>"), in_thought=True)
+    assert follows(call_grammar(HERMES, [*TOOLS.values()], parallel=True, thought_end="</think>"), text)
+    parser = TaggedParser(HERMES, TOOLS, thinking=("<think>", "</think>"), in_thought=True)
     assert merged(parser.push(text) + parser.end()) == [
         Reasoning("hm, a < b"),
         Call("look", '{"at": "x", "n": 1}'),
@@ -269,4 +304,3 @@ def test_tools_with_broken_schemas(parameters: dict[str, Any]) -> None:
     with pytest.raises(SchemaError):
         check_tool(Tool("x", parameters=parameters))
     check_tool(Tool("x", parameters={}))
-    assert detect(None).calls == Hermes()

@@ -8,13 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spark_agent.dialogue.detection import detect
-from spark_agent.dialogue.events import Call, Reasoning, Text, merged
+from spark_agent.dialogue.detection import CALL_FORMATS
+from spark_agent.dialogue.events import (
+    Call,
+    CallArguments,
+    CallBroken,
+    CallEnd,
+    CallStart,
+    Event,
+    Reasoning,
+    Text,
+    joined,
+    merged,
+)
 from spark_agent.dialogue.harmony import HARMONY_TOKENS, HarmonyParser
-from spark_agent.dialogue.json_calls import DeepSeek, Hermes, Llama3, Mistral
 from spark_agent.dialogue.messages import Tool
 from spark_agent.dialogue.output_parser import OutputParser, TaggedParser
-from spark_agent.dialogue.xml_calls import Glm, QwenCoder
 
 TOOLS = {
     "look": Tool(
@@ -23,15 +32,7 @@ TOOLS = {
     "stop": Tool("stop"),
 }
 THINK = ("<think>", "</think>")
-FORMATS = {
-    "hermes": Hermes(),
-    "llama3": Llama3(),
-    "mistral": Mistral(),
-    "deepseek": DeepSeek(),
-    "qwen-coder": QwenCoder(),
-    "glm": Glm(),
-    "harmony": None,
-}
+FORMATS = {**{calls.name: calls for calls in CALL_FORMATS}, "harmony": None}
 
 
 def parser_of(name: str, **options: bool) -> OutputParser:
@@ -49,18 +50,40 @@ def read(name: str, *pieces: str, **options: bool) -> list[object]:
 LOOK = Call("look", '{"at": "x y", "n": 3}')
 STOP = Call("stop", "{}")
 LOOK_JSON = '{"name": "look", "arguments": {"at": "x y", "n": 3}}'
+STOP_JSON = '{"name": "stop", "arguments": {}}'
+TAGGED = (
+    "<function=look>\n<parameter=at>\nx y\n</parameter>\n<parameter=n>\n3\n</parameter>\n</function>\n",
+    "<function=stop>\n</function>\n",
+)
 WHOLE = {
     "hermes": f'<tool_call>\n{LOOK_JSON}\n</tool_call>\n<tool_call>\n{{"name": "stop"}}\n</tool_call>',
     "llama3": '{"name": "look", "parameters": {"at": "x y", "n": 3}}; {"name": "stop", "parameters": {}}',
     "mistral": f'[TOOL_CALLS] [{LOOK_JSON}, {{"name": "stop", "arguments": {{}}, "id": "abc"}}]',
+    "mistral-named": '[TOOL_CALLS]look[ARGS]{"at": "x y", "n": 3}[TOOL_CALLS]stop[CALL_ID]abcdefghi[ARGS]{}',
     "deepseek": (
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n"
         '{"at": "x y", "n": 3}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>stop<｜tool▁sep｜>{}'
         "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
     ),
-    "qwen-coder": (
-        "<tool_call>\n<function=look>\n<parameter=at>\nx y\n</parameter>\n<parameter=n>\n3\n</parameter>\n</function>\n"
-        "</tool_call>\n<tool_call>\n<function=stop>\n</function>\n</tool_call>"
+    "deepseek-v3.1": (
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>{"at": "x y", "n": 3}<｜tool▁call▁end｜>'
+        "<｜tool▁call▁begin｜>stop<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    ),
+    "kimi": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>"
+        '{"at": "x y", "n": 3}<|tool_call_end|><|tool_call_begin|>stop:1<|tool_call_argument_begin|>{}'
+        "<|tool_call_end|><|tool_calls_section_end|>"
+    ),
+    "nemotron": f"<TOOLCALL>[{LOOK_JSON}, {STOP_JSON}]</TOOLCALL>",
+    "granite3": f"<|tool_call|>[{LOOK_JSON}, {STOP_JSON}]",
+    "phi4": f"<|tool_call|>{LOOK_JSON}<|/tool_call|><|tool_call|>{STOP_JSON}<|/tool_call|>",
+    "minimax-m1": f"<tool_calls>\n{LOOK_JSON}\n{STOP_JSON}\n</tool_calls>",
+    "tool_calls": f"<tool_calls>[{LOOK_JSON}, {STOP_JSON}]</tool_calls>",
+    "qwen-coder": f"<tool_call>\n{TAGGED[0]}</tool_call>\n<tool_call>\n{TAGGED[1]}</tool_call>",
+    "seed": f"<seed:tool_call>\n{TAGGED[0]}{TAGGED[1]}</seed:tool_call>",
+    "minimax": (
+        '<minimax:tool_call>\n<invoke name="look">\n<parameter name="at">x y</parameter>\n'
+        '<parameter name="n">3</parameter>\n</invoke>\n<invoke name="stop">\n</invoke>\n</minimax:tool_call>'
     ),
     "glm": (
         "<tool_call>look\n<arg_key>at</arg_key>\n<arg_value>x y</arg_value>\n<arg_key>n</arg_key>\n"
@@ -118,8 +141,15 @@ def test_channels() -> None:
         ("llama3", "{"),
         ("llama3", 'see {"name": "look", "parameters": {}}'),
         ("mistral", "[TOOL_CALLS] no"),
-        ("mistral", '[TOOL_CALLS][{"name": "look", "arguments": {}}, 5]'),
-        ("mistral", "[TOOL_CALLS]" + "x" * 1000),
+        ("mistral", '[TOOL_CALLS][5, {"name": "look", "arguments": {}}]'),
+        ("mistral-named", "[TOOL_CALLS]" + "x" * 1000),
+        ("hermes", '<tool_call>{"name": "look", "arguments": {"n": 1e999}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "look", "arguments": {"n": 1,}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "look", "arguments": {"n": 1}, "name": "stop"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "look", "arguments": {"at": "\\d"}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "look", "arguments": {"n": ' + "9" * 5000 + "}}</tool_call>"),
+        ("kimi", "<|tool_call_begin|>look: {}"),
+        ("minimax", '<minimax:tool_call>\n<invoke name="look">\n<parameter name="at">x'),
         ("deepseek", "<｜tool▁call▁begin｜>look: {}"),
         ("qwen-coder", "<tool_call>\n<function=look>\n<parameter=at>\nx"),
         ("qwen-coder", "<function=look> calls look"),
@@ -147,7 +177,7 @@ def test_closers_inside_strings_end_nothing() -> None:
 
 def test_missing_closers_are_not_missed() -> None:
     assert read("hermes", f"<tool_call>{LOOK_JSON}") == [LOOK]
-    assert read("mistral", '[TOOL_CALLS]look[CALL_ID]a1[ARGS]{"at": "x y", "n": 3}') == [LOOK]
+    assert read("mistral-named", '[TOOL_CALLS]look[CALL_ID]a1[ARGS]{"at": "x y", "n": 3}') == [LOOK]
     assert read("llama3", '<|python_tag|>{"name": "look", "parameters": {"at": "x y", "n": 3}}') == [LOOK]
 
 
@@ -169,8 +199,14 @@ FRAGMENTS = [
     *(text for whole in WHOLE.values() for text in (whole, whole[: len(whole) // 2], whole[len(whole) // 3 :])),
     *HARMONY_TOKENS, "<think>", "</think>", "<tool_call>", "</tool_call>", "{", "}", '"', "\\", "[", "]", " ", "\n",
     "<", "assistant", "analysis", "final", "word", "to=functions.look", LOOK_JSON, "[TOOL_CALLS]", "<function=",
-    "<arg_key>", "é🦀",
+    "<arg_key>", "é🦀", "\\ud83e", "\\udd80", "</parameter>", '{"name": "look", "arguments": {"at": "',
+    "<function=look><parameter=at>", "\n</parameter></function>", "1e5", "-", ":", ",", "null",
 ]  # fmt: skip
+
+
+def streamed(parser: OutputParser, pieces: list[str]) -> list[Event]:
+    """All events as they come, with neighbouring texts as one."""
+    return joined([*(event for piece in pieces for event in parser.push(piece)), *parser.end()])
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -178,13 +214,100 @@ FRAGMENTS = [
 def test_no_cut_changes_what_comes_out(name: str, parts: list[str], data: st.DataObject, in_thought: bool) -> None:
     text = "".join(parts)
     options = {} if name == "harmony" else {"in_thought": in_thought}
-    whole = read(name, text, **options)
+    whole = streamed(parser_of(name, **options), [text])
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=10)))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    assert read(name, *pieces, **options) == whole
-    for event in whole:
+    # Breaks and all: a client that streams hears the same however the tokens came.
+    assert streamed(parser_of(name, **options), pieces) == whole
+    assert streamed(parser_of(name, **options), list(text)) == whole
+    check_calls(whole)
+    for event in merged(whole):
         if isinstance(event, Call):
             assert isinstance(json.loads(event.arguments), dict)
+
+
+def check_calls(events: list[Event]) -> None:
+    """Starts and ends come in pairs, and what has come of a call is no JSON before its end."""
+    begun: str | None = None
+    for event in events:
+        if isinstance(event, CallStart):
+            assert begun is None
+            begun = ""
+        elif isinstance(event, CallArguments):
+            assert begun is not None
+            begun += event.text
+        elif isinstance(event, CallEnd | CallBroken):
+            assert begun is not None
+            if isinstance(event, CallBroken):
+                with pytest.raises(ValueError, match="line"):
+                    json.loads(begun)
+            begun = None
+        else:
+            assert begun is None
+    assert begun is None
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_arguments_stream_as_they_come(name: str) -> None:
+    """A long text within arguments never waits for its end, and nothing of a cut call could be run."""
+    long = 'line "one"\n\tline two \\ é🦀 ' * 4
+    marker = "x y"
+    spelled = long if name in {"qwen-coder", "seed", "minimax", "glm"} else json.dumps(long, ensure_ascii=False)[1:-1]
+    text = WHOLE[name].replace(marker, spelled)
+    parser = parser_of(name)
+    heard, behind = "", []
+    for at, letter in enumerate(text):
+        for event in parser.push(letter):
+            heard += event.text if isinstance(event, CallArguments) else ""
+        if text.index(spelled) < at < text.index(spelled) + len(spelled):
+            behind.append(at - text.index(spelled) - len(heard))
+    assert max(behind) < 8, "it lags behind by no more than a marker that may begin"
+    assert heard.startswith(json.dumps({"at": long}, ensure_ascii=False)[:-1]), heard[:100]
+    for length in range(0, len(text), 3):
+        cut = parser_of(name)
+        events = joined([*cut.push(text[:length]), *cut.end(cut=True)])
+        check_calls(events)
+        assert all(call in (Call("look", json.dumps({"at": long, "n": 3}, ensure_ascii=False)), STOP)
+                   for call in merged(events) if isinstance(call, Call))  # fmt: skip
+
+
+def test_a_good_call_in_a_list_stays_one_whatever_follows() -> None:
+    assert read("mistral", f"[TOOL_CALLS][{LOOK_JSON}, 5]") == [LOOK, Text(", 5]")]
+    assert read("nemotron", f'<TOOLCALL>[{LOOK_JSON}, {{"name": 3') == [LOOK, Text(', {"name": 3')]
+
+
+def test_a_call_that_broke_is_text_as_if_it_had_never_begun() -> None:
+    parser = parser_of("hermes")
+    events = [*parser.push('Well.\n<tool_call>{"name": "look", "arguments": {"at": oops}}'), *parser.end()]
+    assert joined(events)[1:4] == [CallStart("look"), CallArguments('{"at": '), CallBroken()]
+    assert merged(events) == [Text('Well.\n<tool_call>{"name": "look", "arguments": {"at": oops}}')]
+
+
+def test_what_json_lets_pass_is_passed_on_as_it_is() -> None:
+    spelled = '{ "at" :"\\u00e9\\ud83e\\udd80\\n", "n": 1.50E+2, "deep": [ [], {"a": null} ] }'
+    (call,) = read("hermes", *f'<tool_call>{{"name": "look", "arguments": {spelled}}}</tool_call>')
+    assert call.arguments == spelled
+    (call,) = read("hermes", '<tool_call>{"name": "look", "arguments": {"at": "two\nlines"}}</tool_call>')
+    assert call.arguments == '{"at": "two\\nlines"}'
+
+
+def test_calls_that_cannot_stream_come_whole() -> None:
+    for text in (
+        '{"arguments": {"at": "x y", "n": 3}, "name": "look"}',
+        '{"name": "look", "arguments": "{\\"at\\": \\"x y\\", \\"n\\": 3}"}',
+        '{"type": "function", "function": {"name": "look", "arguments": {"at": "x y", "n": 3}}}',
+    ):
+        parser = parser_of("hermes")
+        whole = f"<tool_call>{text}</tool_call>"
+        assert parser.push(whole[:-13]) == []
+        assert read("hermes", *whole) == [LOOK]
+
+
+def test_a_message_to_a_function_that_was_cut_before_its_arguments_is_no_call() -> None:
+    text = "<|channel|>commentary to=functions.stop<|message|>"
+    assert read("harmony", text) == [STOP]
+    parser = parser_of("harmony")
+    assert merged([*parser.push(text), *parser.end(cut=True)]) == []
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "harmony"])
@@ -192,24 +315,3 @@ def test_no_cut_changes_what_comes_out(name: str, parts: list[str], data: st.Dat
 def test_text_without_markup_is_not_touched(name: str, text: str) -> None:
     said = "".join(event.text for event in read(name, f"a{text}".replace("<think>", "")))
     assert said == f"a{text}".replace("<think>", "")
-
-
-@pytest.mark.parametrize(
-    ("template", "name", "thinking"),
-    [
-        ("<tool_call>\n{'name'", "hermes", None),
-        ("<think></think><tool_call>", "hermes", THINK),
-        ("<tool_call><function=x><parameter=y>", "qwen-coder", None),
-        ("<tool_call>{name}<arg_key>", "glm", None),
-        ("[TOOL_CALLS]", "mistral", None),
-        ("<｜tool▁calls▁begin｜>", "deepseek", None),
-        ("<|python_tag|>", "llama3", None),
-        ("<|start|><|channel|><|message|>", "harmony", None),
-        ("{{ messages }}", "generic", None),
-        (None, "generic", None),
-    ],
-)
-def test_formats_are_told_from_templates(template: str | None, name: str, thinking: object) -> None:
-    found = detect(template)
-    assert (found.name, found.thinking) == (name, thinking)
-    assert found.special

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from starlette.applications import Starlette
 
 from spark_agent.server.app import create_app
+from spark_agent.server.generation import GenerationReport
 from spark_agent.server.serve import bind
 from spark_agent.server.sessions import LiveSessions
 from spark_agent.server.stats import tier_stats
@@ -38,6 +41,9 @@ class Agent:
     sessions: LiveSessions
     kept: list[tuple[str, SessionCounts]]
     complaints: list[Exception]
+    reports: list[GenerationReport]
+    tasks: Callable[[], int]
+    """How many tasks the server's loop has."""
 
     def chat(self, text: str = "How are you today?", **members: Any) -> httpx.Response:
         body = {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 16, **members}
@@ -69,6 +75,7 @@ def serving(
     refuse: Callable[[], Exception | None] = lambda: None,
     tier: TierStart | None = None,
     repack: bool = True,
+    n_seq_max: int = 1,
     **options: Any,
 ) -> Iterator[Agent]:
     """Serve while the block runs. ``refuse`` gives the error with which counts are not taken, if any.
@@ -77,6 +84,13 @@ def serving(
     """
     kept: list[tuple[str, SessionCounts]] = []
     complaints: list[Exception] = []
+    reports: list[GenerationReport] = []
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        loops.append(asyncio.get_running_loop())
+        yield
 
     def keep(lineage: str, _workload: str | None, counts: SessionCounts) -> None:
         if (error := refuse()) is not None:
@@ -87,17 +101,18 @@ def serving(
         bind("127.0.0.1", 0) as listener,
         Engine.load(
             model or demo_model_path(),
-            EngineOptions(n_ctx=n_ctx, n_threads=1, n_outputs_max=1, tier=tier, repack=repack),
+            EngineOptions(n_ctx=n_ctx, n_threads=1, n_outputs_max=1, tier=tier, repack=repack, n_seq_max=n_seq_max),
         ) as engine,
     ):
         sessions = LiveSessions(engine.shape, keep, time.monotonic)
-        worker = Worker(engine, sessions, complaints.append)
+        worker = Worker(engine, sessions, complaints.append, on_done=reports.append)
         app = create_app(
             worker,
             ChatFormat(engine),
             model="nano",
             health={"fingerprint": engine.shape.fingerprint},
             stats=lambda: tier_stats(engine, 0.6),
+            lifespan=lifespan,
             **options,
         )
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5))
@@ -107,7 +122,10 @@ def serving(
         host, port = listener.getsockname()
         try:
             with httpx.Client(base_url=f"http://{host}:{port}", timeout=DEADLINE_S, trust_env=False) as client:
-                yield Agent(client, (host, port), engine, worker, sessions, kept, complaints)
+                yield Agent(
+                    client, (host, port), engine, worker, sessions, kept, complaints, reports,
+                    lambda: len(asyncio.all_tasks(loops[0])),
+                )  # fmt: skip
         finally:
             server.should_exit = True
             thread.join()

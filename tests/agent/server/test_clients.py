@@ -149,6 +149,61 @@ def test_chat_calls_a_tool_that_it_must(clients: Clients, model: str, choice: An
     assert after.usage.prompt_tokens > answer.usage.prompt_tokens
 
 
+TEXT_PARAMETERS = {
+    "type": "object",
+    "properties": {"text": {"type": "string", "minLength": 60, "maxLength": 80}},
+    "required": ["text"],
+    "additionalProperties": False,
+}
+
+
+def test_arguments_stream_to_what_the_whole_answer_says(clients: Clients, model: str) -> None:
+    asked: dict[str, Any] = {"model": model, "temperature": 0, "tool_choice": "required"}
+    chat = {
+        "messages": HELLO,
+        "parallel_tool_calls": False,
+        "tools": [{"type": "function", "function": {"name": "note", "parameters": TEXT_PARAMETERS}}],
+    }
+    whole = clients.openai.chat.completions.create(**asked, **chat)
+    arguments = whole.choices[0].message.tool_calls[0].function.arguments
+    with clients.openai.chat.completions.stream(**asked, **chat) as stream:
+        deltas = [e.arguments_delta for e in stream if e.type == "tool_calls.function.arguments.delta"]
+        final = stream.get_final_completion()
+    assert "".join(deltas) == arguments == final.choices[0].message.tool_calls[0].function.arguments
+    assert len(json.loads(arguments)["text"]) >= 60
+    responses = {
+        "input": "How are you today?",
+        "parallel_tool_calls": False,
+        "tools": [{"type": "function", "name": "note", "parameters": TEXT_PARAMETERS, "strict": True}],
+    }
+    with clients.openai.responses.stream(**asked, **responses) as answers:
+        parts = [e.delta for e in answers if e.type == "response.function_call_arguments.delta"]
+    assert "".join(parts) == arguments
+    messages = {
+        "model": model,
+        "messages": HELLO,
+        "max_tokens": 200,
+        "extra_body": {"temperature": 0},
+        "tools": [{"name": "note", "input_schema": TEXT_PARAMETERS}],
+        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+    }
+    with clients.anthropic.messages.stream(**messages) as events:
+        text = "".join(e.delta.partial_json for e in events if e.type == "content_block_delta")
+    assert text == arguments
+    for limit in (30, 40):
+        cut = clients.openai.chat.completions.create(**asked, **chat, max_tokens=limit)
+        assert (cut.choices[0].finish_reason, cut.choices[0].message.tool_calls) == ("length", None)
+        half = list(clients.openai.chat.completions.create(**asked, **chat, max_tokens=limit, stream=True))
+        assert half[-1].choices[0].finish_reason == "length"
+        with clients.anthropic.messages.stream(**{**messages, "max_tokens": limit}) as events:
+            kinds = [event.type for event in events]
+            assert events.get_final_message().stop_reason == "max_tokens"
+        # The call's block is never closed, so nobody runs it.
+        assert kinds.count("content_block_start") == 1
+        assert "input_json" in kinds
+        assert "content_block_stop" not in kinds
+
+
 def test_chat_answers_in_json(clients: Clients, model: str) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "w", "schema": PARAMETERS, "strict": True}}
     answer = clients.openai.chat.completions.create(model=model, messages=HELLO, response_format=form, temperature=0)

@@ -87,3 +87,17 @@ def test_slices_outweigh_switches() -> None:
     for _ in range(50):
         scheduler.note_switch(1.0)
     assert scheduler.slice_s == MAX_SLICE_S
+
+
+def test_who_is_blocked_is_passed_over_and_loses_nothing() -> None:
+    scheduler: Scheduler[str] = Scheduler(3)
+    first, second, third = jobs = ["first", "second", "third"]
+    for job in jobs:
+        scheduler.submit(job)
+        scheduler.start()
+    assert scheduler.next(lambda job: job == first) == second
+    scheduler.charge(second, 1.0)
+    scheduler.charge(third, 2.0)
+    assert scheduler.next(lambda job: job == first) == second
+    assert scheduler.next(lambda _: True) is None
+    assert scheduler.next() == first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from typing import Any
 
 import pytest
@@ -88,3 +89,47 @@ def test_turns_change_nothing(residency: float | None, monkeypatch: pytest.Monke
     assert {report.outcome for report in reports} <= {"stop", "length"}
     assert [report.completion_tokens for report in reports] != [0] * 4
     assert any(tokens for _, _, tokens in alone)
+
+
+def test_a_grammar_that_hangs_makes_only_its_own_request_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process is stopped in the middle: others are answered whole, and then it goes on as if nothing had been."""
+    monkeypatch.setattr("spark_runtime.grammar.STEP_S", 120.0)
+    options = EngineOptions(n_ctx=256, n_threads=1, n_outputs_max=1, n_seq_max=2)
+    with Engine.load(demo_model_path(), options) as engine:
+        worker = Worker(engine, LiveSessions(engine.shape, lambda *_: None, lambda: 0.0), lambda error: None)
+        worker.start()
+
+        def followed() -> Generation:
+            sampling = Sampling(temperature=1.0, seed=3, grammar="root ::= [a-z ]{30,60} [0-9]")
+            return Generation("g", engine.tokenize(PROMPTS[0]), sampling, 24, (), top_logprobs=1)
+
+        async def ask() -> None:
+            worker.submit(alone := followed())
+            expected = await heard(alone)
+            worker.submit(hanging := followed())
+            first = await hanging.events.get()
+            (process,) = engine._grammars._lent
+            process._process.send_signal(signal.SIGSTOP)
+            try:
+                for index in range(3):
+                    worker.submit(free := Generation("f", engine.tokenize(PROMPTS[index]), Sampling(), 12, ()))
+                    assert (await heard(free))[1] == ("length", 12)
+                assert worker.load.running == 1
+                # One that is given up meanwhile goes at once.
+                worker.submit(other := followed())
+                while worker.load.running < 2:
+                    await asyncio.sleep(0.005)
+                other.cancelled.set()
+                while worker.load.running > 1:
+                    await asyncio.sleep(0.005)
+            finally:
+                process._process.send_signal(signal.SIGCONT)
+            assert isinstance(first, Piece)
+            text, end, tokens = await heard(hanging)
+            assert (first.text + text, end, [*first.tokens, *tokens]) == expected
+
+        try:
+            asyncio.run(asyncio.wait_for(ask(), 60))
+            assert worker.load.running == 0
+        finally:
+            worker.stop()
