@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -46,6 +47,14 @@ class TemplateSupport:
     """A call's arguments are wanted as an object, not as JSON text."""
     results: bool
     """It shows messages of the role ``tool``."""
+    system: bool = True
+    """It shows a system message at the start."""
+    late_system: bool = True
+    """It shows every system message: several at the start, and later ones."""
+    repeated_roles: bool = True
+    """It shows two messages of the user in a row."""
+    user_after_result: bool = True
+    """It shows a message of the user right after what a tool returned."""
 
 
 class ChatFormat:
@@ -78,10 +87,13 @@ class ChatFormat:
 
         Raises :class:`ChatTemplateError` when the template refuses, for example two user messages in a row.
         """
-        declared: Any = list(tools) or None
+        declared: Any = list(tools) or self._no_tools
         own = {name: value for name, value in (options or {}).items() if name not in _RESERVED}
+        return self._run(messages, declared, own)
+
+    def _run(self, messages: Any, tools: Any, options: Mapping[str, Any]) -> str:
         try:
-            return str(self._format(messages=list(messages), tools=declared, **own).prompt)
+            return str(self._format(messages=list(messages), tools=tools, **options).prompt)
         except (*self._errors, RecursionError) as error:
             raise ChatTemplateError(
                 f"the model's chat template rejects these messages: {error}",
@@ -89,12 +101,30 @@ class ChatFormat:
             ) from error
 
     @cached_property
+    def _no_tools(self) -> list[Any] | None:
+        """What says that there are no tools: nothing, but for a template that counts them all the same."""
+        asked = [{"role": "user", "content": "probe"}]
+        try:
+            self._run(asked, None, {})
+        except ChatTemplateError:
+            with contextlib.suppress(ChatTemplateError):
+                self._run(asked, [], {})
+                return []
+        return None
+
+    @cached_property
     def support(self) -> TemplateSupport:
         """What the template can say."""
         asked = {"role": "user", "content": "probe"}
         described = self._tried([asked], tools=[_PROBE_TOOL])
-        as_object = self._tried([asked, _probe_call({"probe_key": "probe_value"}), _PROBE_RESULT, asked])
-        as_text = self._tried([asked, _probe_call('{"probe_key": "probe_value"}'), _PROBE_RESULT, asked])
+        object_call, text_call = (_probe_call(each) for each in ({"probe_key": "probe_value"}, _PROBE_TEXT))
+        later = {"role": "user", "content": "probe_later"}
+        # Some show a call only before what follows, others take nothing but an answer after a result.
+        as_object = self._tried([asked, object_call, _PROBE_RESULT, later])
+        as_text = self._tried([asked, text_call, _PROBE_RESULT, later])
+        after_result = "probe_later" in as_object or "probe_later" in as_text
+        as_object = as_object or self._tried([asked, object_call, _PROBE_RESULT])
+        as_text = as_text or self._tried([asked, text_call, _PROBE_RESULT])
         # A template that prints what it is given spells an object as Python does, and escapes a text within JSON.
         takes_object = "probe_key" in as_object and "'probe_key'" not in as_object
         takes_text = "probe_key" in as_text and '\\"probe_key' not in as_text
@@ -103,7 +133,18 @@ class ChatFormat:
             tools="probe_tool" in described and (takes_object or takes_text),
             object_arguments=takes_object and not takes_text,
             results="probe_result" in shown,
+            system="probe_system" in self._tried([_system("probe_system"), asked]),
+            late_system=self._shows(
+                [_system("probe_system"), _system("probe_second"), asked, _system("probe_late")], "system second late"
+            )
+            and self._shows([asked, {"role": "assistant", "content": "said"}, _system("probe_late"), asked], "late"),
+            repeated_roles=self._shows([{"role": "user", "content": "probe_first"}, later], "first later"),
+            user_after_result=after_result,
         )
+
+    def _shows(self, messages: list[dict[str, Any]], words: str) -> bool:
+        shown = self._tried(messages)
+        return all(f"probe_{word}" in shown for word in words.split())
 
     def _tried(self, messages: list[dict[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         try:
@@ -138,7 +179,12 @@ class ChatFormat:
         return self._engine.tokenize(prompt, add_special=add_special, parse_special=True)
 
 
+_PROBE_TEXT = '{"probe_key": "probe_value"}'
 _PROBE_RESULT = {"role": "tool", "content": "probe_result", "tool_call_id": "probe0000", "name": "probe_tool"}
+
+
+def _system(text: str) -> dict[str, Any]:
+    return {"role": "system", "content": text}
 
 
 def _probe_call(arguments: object) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from spark_agent.service_url import is_loopback
 
 __all__ = ["Access"]
 
-_OPEN = frozenset({"/health"})
+_OPEN = frozenset({"/", "/health"})
 """Probes have no token."""
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from spark_agent.dialogue.arrangement import arranged
 from spark_agent.dialogue.call_format import load_json
 from spark_agent.dialogue.call_grammar import answer_grammar, call_grammar
 from spark_agent.dialogue.detection import detect
@@ -14,7 +15,7 @@ from spark_agent.dialogue.harmony import HarmonyParser
 from spark_agent.dialogue.json_grammar import SchemaError
 from spark_agent.dialogue.messages import Message, Tool, ToolCall
 from spark_agent.dialogue.output_parser import OutputParser, TaggedParser
-from spark_agent.server.api_error import ApiError
+from spark_agent.server.api_error import ApiError, ContextExceededError
 from spark_runtime.chat import ChatFormat
 from spark_runtime.errors import ChatTemplateError
 
@@ -75,13 +76,7 @@ class Prompting:
 
     def _fitting(self, tokens: Sequence[int], grammar: str | None, parser: OutputParser | None) -> Prepared:
         if len(tokens) >= self._chat.n_ctx:
-            raise ApiError(
-                400,
-                f"a prompt of {len(tokens)} tokens leaves no room in a context of {self._chat.n_ctx}: shorten the "
-                "conversation or start the agent with a larger --ctx",
-                "context_length_exceeded",
-                param="messages",
-            )
+            raise ContextExceededError(len(tokens), self._chat.n_ctx)
         if not tokens:
             raise ApiError(400, "the prompt is empty", "invalid_request", param="prompt")
         return Prepared(tuple(tokens), grammar, parser)
@@ -113,16 +108,14 @@ class Prompting:
         if not self._native:
             messages = _in_words(messages, tools)
         rendered: list[dict[str, Any]] = []
-        for message in messages:
+        for message in arranged(messages, support):
             each: dict[str, Any] = {"role": message.role, "content": message.text}
             if message.reasoning:
                 # Qwen and DeepSeek templates read the one, gpt-oss' the other.
                 each["reasoning_content"] = each["thinking"] = message.reasoning
             if message.calls:
                 each["tool_calls"] = [self._call(call) for call in message.calls]
-            if message.role == "tool" and not support.results:
-                each = {"role": "user", "content": f"<tool_response>\n{message.text}\n</tool_response>"}
-            elif message.role == "tool":
+            if message.role == "tool":
                 each |= {"tool_call_id": message.call_id or "", "name": message.name or ""}
             rendered.append(each)
         return rendered

@@ -6,15 +6,25 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from spark_agent.dialogue.events import Call, Event, Reasoning, merged
+from spark_agent.dialogue.events import Call, Event, Reasoning, Text, merged
 from spark_agent.server.api_error import ApiError
 from spark_agent.server.exchange import Ended, Idle, Output
 from spark_agent.server.generation import Finished, TokenLogprob
 from spark_agent.server.openai_chat import new_id
 from spark_agent.server.responses_requests import ResponsesRequest
+from spark_agent.server.responses_tools import ResponsesTools
 from spark_agent.server.sse import KEEP_ALIVE, named_event
 
 __all__ = ["ResponsesAnswer"]
+
+
+_BEGUN = ("created", "in_progress")
+_SAID_OF = {
+    "function_call": ("arguments", "function_call_arguments", True),
+    "custom_tool_call": ("input", "custom_tool_call_input", False),
+    "tool_search_call": ("arguments", None, False),
+}
+"""By kind of call: the member that the model wrote, the kind of its events, and whether the last names the tool."""
 
 
 def _usage(finished: Finished) -> dict[str, Any]:
@@ -30,7 +40,8 @@ def _usage(finished: Finished) -> dict[str, Any]:
 class ResponsesAnswer:
     """The shapes of one answer, whole or in events; afterwards ``output`` holds its items."""
 
-    def __init__(self, model: str, body: ResponsesRequest) -> None:
+    def __init__(self, model: str, body: ResponsesRequest, tools: ResponsesTools) -> None:
+        self._tools = tools
         self.id = new_id("resp_")
         self.output: list[dict[str, Any]] = []
         self._base = {
@@ -60,7 +71,9 @@ class ResponsesAnswer:
         return {
             **self._base,
             "status": "incomplete" if incomplete else status,
-            "error": {"code": "server_error", "message": str(error)} if error else None,
+            "error": {"code": error.code if error.status < 500 else "server_error", "message": str(error)}
+            if error
+            else None,
             "incomplete_details": {"reason": "max_output_tokens"} if incomplete else None,
             "output": list(self.output),
             "usage": _usage(ended.finished) if ended else None,
@@ -69,14 +82,14 @@ class ResponsesAnswer:
     def whole(self, events: Sequence[Event], _tokens: Sequence[TokenLogprob], ended: Ended) -> dict[str, Any]:
         """The object of a whole answer."""
         for each in merged(list(events)):
-            item, _ = self._new(each)
-            self.output.append(_filled(item, "" if isinstance(each, Call) else each.text, status="completed"))
+            item = self._called(each) if isinstance(each, Call) else _filled(self._new(each)[0], each.text)
+            self.output.append(item)
         return self._response("completed", ended)
 
     async def chunks(self, outputs: AsyncIterator[Output]) -> AsyncIterator[bytes]:
         """The events of a streamed answer."""
-        yield self._event("response.created", response=self._response("in_progress"))
-        yield self._event("response.in_progress", response=self._response("in_progress"))
+        for kind in _BEGUN:
+            yield self._event(f"response.{kind}", response=self._response("in_progress"))
         async for output in outputs:
             if isinstance(output, Idle):
                 yield KEEP_ALIVE
@@ -90,6 +103,11 @@ class ResponsesAnswer:
                     for part in self._said(each):
                         yield part
 
+    def refused(self, error: ApiError) -> list[bytes]:
+        """The events of an answer that never began."""
+        begun = [self._event(f"response.{kind}", response=self._response("in_progress")) for kind in _BEGUN]
+        return [*begun, self.failed(error, None)]
+
     def failed(self, error: ApiError, _request_id: str | None) -> bytes:
         """A failure after the status was sent: the stream's last events."""
         about = self._event("error", code=error.code, message=str(error), param=error.param)
@@ -99,28 +117,35 @@ class ResponsesAnswer:
         self._sequence += 1
         return named_event({"type": kind, "sequence_number": self._sequence, **members})
 
-    def _new(self, each: Event) -> tuple[dict[str, Any], str]:
+    def _called(self, call: Call) -> dict[str, Any]:
+        return self._tools.item(call, new_id(""), new_id("call_"))
+
+    def _new(self, each: Text | Reasoning) -> tuple[dict[str, Any], str]:
         """An empty item for what is said, and the kind of its parts' events."""
         item: dict[str, Any]
-        if isinstance(each, Call):
-            item = {"type": "function_call", "id": new_id("fc_"), "call_id": new_id("call_"), "name": each.name}
-            return {**item, "arguments": each.arguments, "status": "in_progress"}, "function_call_arguments"
         if isinstance(each, Reasoning):
             item = {"type": "reasoning", "id": new_id("rs_"), "summary": [], "content": []}
             return {**item, "status": "in_progress"}, "reasoning_text"
         item = {"type": "message", "id": new_id("msg_"), "role": "assistant", "content": []}
         return {**item, "status": "in_progress"}, "output_text"
 
+    def _calling(self, call: Call) -> Iterator[bytes]:
+        item = self._called(call)
+        said, kind, named = _SAID_OF[item["type"]]
+        yield self._added({**item, said: type(item[said])(), "status": "in_progress"})
+        if kind is not None:
+            place = {"item_id": item["id"], "output_index": len(self.output)}
+            name = {"name": item["name"]} if named else {}
+            yield self._event(f"response.{kind}.delta", **place, delta=item[said])
+            yield self._event(f"response.{kind}.done", **place, **name, **{said: item[said]})
+        yield self._done(item)
+
     def _said(self, each: Event) -> Iterator[bytes]:
-        item, kind = self._new(each)
         if isinstance(each, Call):
             yield from self._close()
-            yield self._added({**item, "arguments": ""})
-            place = {"item_id": item["id"], "output_index": len(self.output)}
-            yield self._event(f"response.{kind}.delta", **place, delta=each.arguments)
-            yield self._event(f"response.{kind}.done", **place, name=each.name, arguments=each.arguments)
-            yield self._done({**item, "status": "completed"})
+            yield from self._calling(each)
             return
+        item, kind = self._new(each)
         if self._item is None or self._item["type"] != item["type"]:
             yield from self._close()
             self._item, self._text = item, ""
@@ -139,7 +164,7 @@ class ResponsesAnswer:
         yield self._event(f"response.{kind}.done", **self._place(), text=self._text, **more)
         yield self._event("response.content_part.done", **self._place(), part=_part(item, self._text))
         self._item = None
-        yield self._done(_filled(item, self._text, status="completed"))
+        yield self._done(_filled(item, self._text))
 
     def _place(self) -> dict[str, Any]:
         identifier = self._item["id"] if self._item else None
@@ -159,7 +184,5 @@ def _part(item: dict[str, Any], text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _filled(item: dict[str, Any], text: str, *, status: str) -> dict[str, Any]:
-    if item["type"] == "function_call":
-        return {**item, "status": status}
-    return {**item, "content": [_part(item, text)], "status": status}
+def _filled(item: dict[str, Any], text: str) -> dict[str, Any]:
+    return {**item, "content": [_part(item, text)], "status": "completed"}
