@@ -110,6 +110,7 @@ class ContextExceededError(ApiError):
             "context_length_exceeded",
             param="messages",
         )
+        self.prompt_tokens = prompt_tokens
         self._anthropic = f"prompt is too long: {prompt_tokens} tokens > {n_ctx - 1} maximum: {what}"
 
     def message(self, dialect: Dialect) -> str:

@@ -155,7 +155,7 @@ class _Api:
         ask = body.ask()
 
         def shape(answering: Answering) -> MessagesAnswer:
-            return MessagesAnswer(model, len(answering.prompt_tokens))
+            return MessagesAnswer(model, len(answering.prompt_tokens), body.max_tokens)
 
         return await self._answer(request, ask, shape, stream=body.stream, named=body.model)
 

@@ -13,7 +13,7 @@ from starlette.concurrency import run_in_threadpool
 from spark_agent.dialogue.events import Call, Event
 from spark_agent.dialogue.messages import Message, Tool, ToolChoice
 from spark_agent.dialogue.output_parser import OutputParser, PlainParser
-from spark_agent.server.api_error import ApiError
+from spark_agent.server.api_error import ApiError, ContextExceededError
 from spark_agent.server.generation import Finished, Generation, Piece, TokenLogprob
 from spark_agent.server.prompting import Prompting
 from spark_agent.server.worker import Worker
@@ -192,8 +192,11 @@ class Exchange:
         self._workload_of = workload_of
 
     async def count(self, ask: Ask) -> int:
-        """Tokens of a prompt."""
-        prepared = await run_in_threadpool(self._prompting.prepare, ask)
+        """Tokens of a prompt, also of one that does not fit."""
+        try:
+            prepared = await run_in_threadpool(self._prompting.prepare, ask)
+        except ContextExceededError as error:
+            return error.prompt_tokens
         return len(prepared.tokens)
 
     async def start(self, ask: Ask, headers: Mapping[str, str], model: str | None) -> Answering:

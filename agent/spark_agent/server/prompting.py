@@ -163,6 +163,12 @@ class Prompting:
         return TaggedParser(calls, by_name, thinking=thinking, in_thought=self._in_thought(prompt))
 
 
+def _as_models_write(arguments: str) -> str:
+    """Arguments spaced as models space them: what was generated is then found again, however a client spells it."""
+    value = load_json(arguments)
+    return arguments if value is None else json.dumps(value, ensure_ascii=False)
+
+
 def _in_words(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
     """The messages with tools, calls and results written out."""
     written = []
@@ -170,7 +176,7 @@ def _in_words(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Messag
         text = message.text
         for call in message.calls:
             head = f'\n<tool_call>\n{{"name": {json.dumps(call.name)}, "arguments": '
-            text += f"{head}{call.arguments}}}\n</tool_call>"
+            text += f"{head}{_as_models_write(call.arguments)}}}\n</tool_call>"
         if message.role == "tool":
             written.append(Message("user", f"<tool_response>\n{text}\n</tool_response>"))
         else:
