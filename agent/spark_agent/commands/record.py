@@ -57,7 +57,8 @@ def record_command(
     sessions: Annotated[
         Path | None,
         typer.Option(
-            help="Transcripts: a file or a folder (Claude Code, Codex, Qwen Code, aider, `opencode export`, SpecStory, plain text)."
+            help="Transcripts: a file or a folder (Claude Code, Codex, Qwen Code, aider, opencode export, SpecStory, "
+            "plain text)."
         ),
     ] = None,
     workload: Annotated[str | None, typer.Option(help="Name of the class of sessions, e.g. code-heavy.")] = None,

@@ -92,7 +92,7 @@ class ResponsesTools:
         if found is not None and found.namespace is not None:
             item["namespace"] = found.namespace
         if kind == "custom":
-            return {"type": "custom_tool_call", "id": f"ctc_{identifier}", **item, "input": text_of(call.arguments)}
+            return {"type": "custom_tool_call", "id": f"ctc_{identifier}", **item, "input": _text_of(call.arguments)}
         return {"type": "function_call", "id": f"fc_{identifier}", **item, "arguments": call.arguments}
 
 
@@ -101,7 +101,7 @@ def arguments_of(text: str) -> str:
     return json.dumps({_TEXT: text}, ensure_ascii=False)
 
 
-def text_of(arguments: str) -> str:
+def _text_of(arguments: str) -> str:
     """The text in such arguments; a model that wrote others is handed on as it wrote."""
     value = load_json(arguments)
     text = value.get(_TEXT) if isinstance(value, dict) else None
