@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
-__all__ = ["TOOLS", "Endpoint", "Launch", "Tool", "cloud_variables", "launch_of"]
+__all__ = ["TOOLS", "Configured", "Endpoint", "Launch", "Tool", "cloud_variables", "launch_of"]
 
 _KEY_VARIABLE = "SPARKMOE_LAUNCH_KEY"
 """Holds the agent's key for Codex, which is told a variable's name, not a key."""
@@ -41,6 +42,20 @@ _CLAUDE_MODELS = (
     "CLAUDE_CODE_SUBAGENT_MODEL",
 )
 """A tool's large, small and helping models are all the one that runs here."""
+_CODEX_QUIET = (
+    # These look up and fetch from GitHub and ChatGPT, also where another provider is used.
+    "check_for_update_on_startup=false",
+    "analytics.enabled=false",
+    "features.apps=false",
+    "features.plugins=false",
+)
+_OPENCODE_QUIET = (
+    "OPENCODE_DISABLE_AUTOUPDATE",
+    "OPENCODE_DISABLE_LSP_DOWNLOAD",
+    "OPENCODE_DISABLE_MODELS_FETCH",
+    "OPENCODE_DISABLE_SHARE",
+)
+"""What it fetches, or sends, without being asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +81,23 @@ class Launch:
     """Set."""
     removed: tuple[str, ...]
     """Taken out, by name."""
+    files: dict[Path, str] = field(default_factory=dict)
+    """Written before it starts: what a tool reads from a file alone."""
 
     def environment_of(self, variables: Mapping[str, str]) -> dict[str, str]:
         """The environment of the tool, from this process's."""
         kept = {name: value for name, value in variables.items() if name not in self.removed}
         return kept | self.environment
+
+
+@dataclass(frozen=True, slots=True)
+class Configured:
+    """How a tool is told of an agent."""
+
+    arguments: tuple[str, ...]
+    """Before the person's own."""
+    environment: dict[str, str]
+    files: dict[Path, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +107,14 @@ class Tool:
     program: str
     install: str
     """How to get it."""
-    configure: Callable[[Endpoint], tuple[tuple[str, ...], dict[str, str]]]
-    """Arguments before the person's own, and variables."""
+    prompt_tokens: int
+    """About what its own prompt takes with all its tools, tokens: measured, with a vocabulary of 8192."""
+    configure: Callable[[Endpoint, Path], Configured]
+    """From where an agent is, and a folder for files."""
+
+    def cramped(self, n_ctx: int | None) -> bool:
+        """Whether a context is known, and leaves less than as much again for work as the tool's own prompt takes."""
+        return n_ctx is not None and n_ctx < 2 * self.prompt_tokens
 
 
 def cloud_variables(variables: Iterable[str], keep: Sequence[str] = ()) -> tuple[str, ...]:
@@ -90,15 +123,29 @@ def cloud_variables(variables: Iterable[str], keep: Sequence[str] = ()) -> tuple
 
 
 def launch_of(
-    tool: Tool, endpoint: Endpoint, arguments: Sequence[str], variables: Iterable[str], keep: Sequence[str] = ()
+    tool: Tool,
+    endpoint: Endpoint,
+    arguments: Sequence[str],
+    variables: Iterable[str],
+    keep: Sequence[str] = (),
+    *,
+    folder: Path,
 ) -> Launch:
-    """A tool's start against ``endpoint`` with a person's ``arguments``, in a process with these ``variables``."""
-    before, environment = tool.configure(endpoint)
-    removed = [name for name in cloud_variables(variables, keep) if name not in environment]
-    return Launch((tool.program, *before, *arguments), environment, tuple(removed))
+    """A tool's start against ``endpoint`` with a person's ``arguments``, in a process with these ``variables``.
+
+    ``folder`` is where files are that a tool reads.
+    """
+    told = tool.configure(endpoint, folder)
+    removed = [name for name in cloud_variables(variables, keep) if name not in told.environment]
+    return Launch((tool.program, *told.arguments, *arguments), told.environment, tuple(removed), told.files)
 
 
-def _claude(endpoint: Endpoint) -> tuple[tuple[str, ...], dict[str, str]]:
+def _answer_limit(n_ctx: int) -> int:
+    """Tokens of one answer that a tool plans for: a conversation is shortened so that they have room."""
+    return max(n_ctx // 4, 1)
+
+
+def _claude(endpoint: Endpoint, _folder: Path) -> Configured:
     """Claude Code: code.claude.com/docs/en/env-vars and cli-reference.
 
     Variables in its settings files come before the process's own; ``--settings`` comes before those.
@@ -109,28 +156,35 @@ def _claude(endpoint: Endpoint) -> tuple[tuple[str, ...], dict[str, str]]:
         **dict.fromkeys(_CLAUDE_MODELS, endpoint.model),
         # Else it reports, updates itself and asks for features over the network.
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        # Else the system prompt begins with a line that differs between conversations, and none can be reused.
+        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
     }
+    if endpoint.n_ctx is not None:
+        # It takes 200,000 tokens for granted; it believes this of models whose names do not begin with claude-.
+        environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] = str(endpoint.n_ctx)
+        environment["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] = str(_answer_limit(endpoint.n_ctx))
     # The key is no secret of a cloud's, but it need not show in a list of processes.
     settings = {name: value for name, value in environment.items() if name != "ANTHROPIC_AUTH_TOKEN"}
     off = dict.fromkeys(("ANTHROPIC_API_KEY", *_CLAUDE_SWITCHES), "")
-    return ("--settings", _json({"env": settings | off})), environment
+    return Configured(("--settings", _json({"env": settings | off})), environment)
 
 
-def _codex(endpoint: Endpoint) -> tuple[tuple[str, ...], dict[str, str]]:
+def _codex(endpoint: Endpoint, _folder: Path) -> Configured:
     """Codex: developers.openai.com/codex/config-advanced; ``-c`` comes before every file."""
     base = _json(f"{endpoint.base_url}/v1")
     provider = f'{{name="Spark", base_url={base}, env_key="{_KEY_VARIABLE}", wire_api="responses"}}'
     overrides = [f"model_providers.spark={provider}", 'model_provider="spark"', f"model={_json(endpoint.model)}"]
     if endpoint.n_ctx is not None:
         overrides.append(f"model_context_window={endpoint.n_ctx}")
-    return tuple(part for each in overrides for part in ("-c", each)), {_KEY_VARIABLE: endpoint.key}
+    overrides += _CODEX_QUIET
+    return Configured(tuple(part for each in overrides for part in ("-c", each)), {_KEY_VARIABLE: endpoint.key})
 
 
-def _opencode(endpoint: Endpoint) -> tuple[tuple[str, ...], dict[str, str]]:
+def _opencode(endpoint: Endpoint, _folder: Path) -> Configured:
     """OpenCode: opencode.ai/docs/config; the variable's text is merged over its files."""
     model: dict[str, object] = {"name": endpoint.model}
     if endpoint.n_ctx is not None:
-        model["limit"] = {"context": endpoint.n_ctx, "output": endpoint.n_ctx}
+        model["limit"] = {"context": endpoint.n_ctx, "output": _answer_limit(endpoint.n_ctx)}
     config = {
         "$schema": "https://opencode.ai/config.json",
         "model": f"spark/{endpoint.model}",
@@ -146,10 +200,11 @@ def _opencode(endpoint: Endpoint) -> tuple[tuple[str, ...], dict[str, str]]:
             }
         },
     }
-    return (), {"OPENCODE_CONFIG_CONTENT": _json(config), _KEY_VARIABLE: endpoint.key}
+    environment = {"OPENCODE_CONFIG_CONTENT": _json(config), _KEY_VARIABLE: endpoint.key}
+    return Configured((), environment | dict.fromkeys(_OPENCODE_QUIET, "1"))
 
 
-def _aider(endpoint: Endpoint) -> tuple[tuple[str, ...], dict[str, str]]:
+def _aider(endpoint: Endpoint, folder: Path) -> Configured:
     """Aider: aider.chat/docs/llms/openai-compat.html.
 
     A project's ``.env`` comes before variables, arguments come before that.
@@ -157,10 +212,20 @@ def _aider(endpoint: Endpoint) -> tuple[tuple[str, ...], dict[str, str]]:
     base = f"{endpoint.base_url}/v1"
     model = f"openai/{endpoint.model}"
     models = ("--model", model, "--weak-model", model, "--editor-model", model)
-    return ("--openai-api-base", base, *models, "--no-show-model-warnings"), {
-        "OPENAI_API_BASE": base,
-        "OPENAI_API_KEY": endpoint.key,
-    }
+    quiet = ("--no-show-model-warnings", "--no-check-update", "--no-analytics")
+    arguments: tuple[str, ...] = ("--openai-api-base", base, *models, *quiet)
+    # LiteLLM's own table of models comes from the network otherwise.
+    environment = {"OPENAI_API_BASE": base, "OPENAI_API_KEY": endpoint.key, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    if endpoint.n_ctx is None:
+        return Configured(arguments, environment)
+    about: dict[str, object] = {"max_input_tokens": endpoint.n_ctx, "max_output_tokens": _answer_limit(endpoint.n_ctx)}
+    about |= {"max_tokens": endpoint.n_ctx, "input_cost_per_token": 0, "output_cost_per_token": 0}
+    about |= {"litellm_provider": "openai", "mode": "chat"}
+    # It asks the network about a model that no such file describes.
+    described = folder / "aider.model.metadata.json"
+    return Configured(
+        (*arguments, "--model-metadata-file", str(described)), environment, {described: _json({model: about}) + "\n"}
+    )
 
 
 def _json(value: object) -> str:
@@ -169,8 +234,8 @@ def _json(value: object) -> str:
 
 
 TOOLS: dict[str, Tool] = {
-    "claude": Tool("claude", "npm install -g @anthropic-ai/claude-code", _claude),
-    "codex": Tool("codex", "npm install -g @openai/codex", _codex),
-    "opencode": Tool("opencode", "npm install -g opencode-ai", _opencode),
-    "aider": Tool("aider", "python -m pip install aider-install && aider-install", _aider),
+    "claude": Tool("claude", "npm install -g @anthropic-ai/claude-code", 23_000, _claude),
+    "codex": Tool("codex", "npm install -g @openai/codex", 10_600, _codex),
+    "opencode": Tool("opencode", "npm install -g opencode-ai", 8_400, _opencode),
+    "aider": Tool("aider", "python -m pip install aider-install && aider-install", 1_000, _aider),
 }

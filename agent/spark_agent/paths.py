@@ -16,6 +16,7 @@ __all__ = [
     "config_path",
     "data_dir",
     "ensure_private_dir",
+    "launch_dir",
     "local_key_path",
     "manifests_dir",
     "own_counts_path",
@@ -61,6 +62,11 @@ def spool_path() -> Path:
 def agents_dir() -> Path:
     """Folder of the running agents, one file each."""
     return state_dir() / "agents"
+
+
+def launch_dir() -> Path:
+    """Folder of what coding tools are told in files, when they are launched."""
+    return state_dir() / "launch"
 
 
 def workload_rules_path() -> Path:

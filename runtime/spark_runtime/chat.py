@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -47,9 +48,15 @@ class TemplateSupport:
     results: bool
     """It shows messages of the role ``tool``."""
     system: bool = True
-    """It shows messages of the role ``system``."""
+    """It shows a system message at the start."""
+    late_system: bool = True
+    """It shows every system message: several at the start, and later ones."""
+    repeated_roles: bool = True
+    """It shows two messages of the user in a row."""
+    user_after_result: bool = True
+    """It shows a message of the user right after what a tool returned."""
     system_with_tools: bool = True
-    """It does so where there are tools."""
+    """It shows a system message at the start where there are tools."""
     bare_calls: bool = False
     """It shows calls only of messages whose content is ``None``."""
 
@@ -91,18 +98,31 @@ class ChatFormat:
 
         Raises :class:`ChatTemplateError` when the template refuses, for example two user messages in a row.
         """
-        declared: Any = list(tools) or None
+        declared: Any = list(tools) or self._no_tools
         own = {name: value for name, value in (options or {}).items() if name not in _RESERVED}
         messages = list(messages)
-        concerns_tools = bool(declared) or any("tool_calls" in each or each["role"] == "tool" for each in messages)
-        form = self._tool_format if concerns_tools else self._format
+        concerns_tools = bool(tools) or any("tool_calls" in each or each["role"] == "tool" for each in messages)
+        return self._run(self._tool_format if concerns_tools else self._format, messages, declared, own)
+
+    def _run(self, form: Any, messages: list[Any], tools: Any, options: Mapping[str, Any]) -> str:
         try:
-            return str(form(messages=messages, tools=declared, **own).prompt)
+            return str(form(messages=messages, tools=tools, **options).prompt)
         except (*self._errors, RecursionError) as error:
             raise ChatTemplateError(
                 f"the model's chat template rejects these messages: {error}",
                 "check the order of roles and that every content is text",
             ) from error
+
+    @cached_property
+    def _no_tools(self) -> list[Any] | None:
+        """What says that there are no tools: nothing, but for a template that counts them all the same."""
+        try:
+            self._run(self._format, [_PROBE_ASKED], None, {})
+        except ChatTemplateError:
+            with contextlib.suppress(ChatTemplateError):
+                self._run(self._format, [_PROBE_ASKED], [], {})
+                return []
+        return None
 
     @cached_property
     def support(self) -> TemplateSupport:
@@ -118,17 +138,29 @@ class ChatFormat:
             tools="probe_tool" in described and (takes_object or takes_text),
             object_arguments=takes_object and not takes_text,
             results="probe_result" in shown,
-            system="probe_system" in self.tried([_PROBE_SYSTEM, _PROBE_ASKED]),
-            system_with_tools="probe_system" in self.tried([_PROBE_SYSTEM, _PROBE_ASKED], tools=[_PROBE_TOOL]),
+            system="probe_system" in self.tried([_system("probe_system"), _PROBE_ASKED]),
+            late_system=self._shows(
+                [_system("probe_system"), _system("probe_second"), _PROBE_ASKED, _system("probe_late")],
+                "system second late",
+            )
+            and self._shows([_PROBE_ASKED, _PROBE_SAID, _system("probe_late"), _PROBE_ASKED], "late"),
+            repeated_roles=self._shows([{"role": "user", "content": "probe_first"}, _PROBE_LATER], "first later"),
+            user_after_result="probe_later" in as_object or "probe_later" in as_text,
+            system_with_tools="probe_system"
+            in self.tried([_system("probe_system"), _PROBE_ASKED], tools=[_PROBE_TOOL]),
             bare_calls=bare_text if takes_text else bare,
         )
+
+    def _shows(self, messages: list[dict[str, Any]], words: str) -> bool:
+        shown = self.tried(messages)
+        return all(f"probe_{word}" in shown for word in words.split())
 
     def _shown(self, arguments: object) -> tuple[bool, str]:
         """A call and its result, and whether its message had to be without content."""
         shown = ""
         for content in ("", None):
-            turns = [_PROBE_ASKED, _probe_call(arguments, content), _PROBE_RESULT, _PROBE_ASKED]
-            # Some templates want no question after a result, others one.
+            turns = [_PROBE_ASKED, _probe_call(arguments, content), _PROBE_RESULT, _PROBE_LATER]
+            # Some templates show a call only before what follows, others take nothing but an answer after a result.
             for so_many in (4, 3, 2):
                 tried = self.tried(turns[:so_many], tools=[_PROBE_TOOL])
                 if "probe_value" in tried:
@@ -176,9 +208,14 @@ class ChatFormat:
         return self._engine.tokenize(prompt, add_special=add_special, parse_special=True)
 
 
-_PROBE_SYSTEM = {"role": "system", "content": "probe_system"}
 _PROBE_ASKED = {"role": "user", "content": "probe"}
+_PROBE_SAID = {"role": "assistant", "content": "said"}
+_PROBE_LATER = {"role": "user", "content": "probe_later"}
 _PROBE_RESULT = {"role": "tool", "content": "probe_result", "tool_call_id": "probe0000", "name": "probe_tool"}
+
+
+def _system(text: str) -> dict[str, Any]:
+    return {"role": "system", "content": text}
 
 
 def _probe_call(arguments: object, content: str | None) -> dict[str, Any]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -9,7 +10,9 @@ from hypothesis import strategies as st
 
 from spark_agent.launch import TOOLS, Endpoint, cloud_variables, launch_of
 
+FOLDER = Path("/state/launch")
 ENDPOINT = Endpoint("http://127.0.0.1:11711", "nano-q4_0", "a key", 32768)
+UNKNOWN = Endpoint("http://127.0.0.1:11711", "nano-q4_0", "a key", None)
 CLOUD = (
     "ANTHROPIC_API_KEY",
     "ANTHROPIC_BEDROCK_BASE_URL",
@@ -47,7 +50,7 @@ def test_every_way_to_a_cloud_is_taken_out():
 def test_no_cloud_is_left_whatever_the_tool(name):
     secrets = {variable: f"secret of {variable}" for variable in CLOUD}
     variables = {**secrets, **dict.fromkeys(KEPT, "kept")}
-    launch = launch_of(TOOLS[name], ENDPOINT, ["--resume", "a b"], variables)
+    launch = launch_of(TOOLS[name], ENDPOINT, ["--resume", "a b"], variables, folder=FOLDER)
     child = launch.environment_of(variables)
     assert not set(child.values()) & set(secrets.values())
     assert all(child[variable] for variable in KEPT)
@@ -60,13 +63,20 @@ def test_no_cloud_is_left_whatever_the_tool(name):
 
 
 def test_claude_code():
-    launch = launch_of(TOOLS["claude"], ENDPOINT, [], [])
+    launch = launch_of(TOOLS["claude"], ENDPOINT, [], [], folder=FOLDER)
     child = launch.environment
     assert (child["ANTHROPIC_BASE_URL"], child["ANTHROPIC_AUTH_TOKEN"]) == ("http://127.0.0.1:11711", "a key")
     assert {child[name] for name in child if name.endswith("_MODEL")} == {"nano-q4_0"}
     settings = json.loads(launch.arguments[launch.arguments.index("--settings") + 1])["env"]
     assert settings["ANTHROPIC_BASE_URL"] == child["ANTHROPIC_BASE_URL"]
     assert settings["CLAUDE_CODE_USE_BEDROCK"] == ""
+    for told in (child, settings):
+        # It takes 200,000 tokens for granted otherwise, and never shortens a conversation.
+        assert told["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "32768"
+        assert told["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == "8192"
+        assert told["CLAUDE_CODE_ATTRIBUTION_HEADER"] == "0"
+    unknown = launch_of(TOOLS["claude"], UNKNOWN, [], [], folder=FOLDER)
+    assert "CLAUDE_CODE_MAX_CONTEXT_TOKENS" not in unknown.environment
 
 
 def overrides_of(arguments) -> dict:
@@ -75,35 +85,55 @@ def overrides_of(arguments) -> dict:
 
 
 def test_codex():
-    launch = launch_of(TOOLS["codex"], ENDPOINT, [], [])
+    launch = launch_of(TOOLS["codex"], ENDPOINT, [], [], folder=FOLDER)
     config = overrides_of(launch.arguments[1:])
     assert (config["model"], config["model_provider"], config["model_context_window"]) == ("nano-q4_0", "spark", 32768)
     provider = config["model_providers"]["spark"]
     assert provider["base_url"] == "http://127.0.0.1:11711/v1"
     assert provider["wire_api"] == "responses"
     assert launch.environment == {provider["env_key"]: "a key"}
+    assert config["check_for_update_on_startup"] is False
+    assert (config["analytics"], config["features"]) == ({"enabled": False}, {"apps": False, "plugins": False})
 
 
 @given(st.text(st.characters(blacklist_categories=["Cs"]), min_size=1))
 def test_any_model_name_survives_toml_and_json(model):
     endpoint = Endpoint("http://127.0.0.1:1", model, "k")
-    assert overrides_of(launch_of(TOOLS["codex"], endpoint, [], []).arguments[1:])["model"] == model
-    config = json.loads(launch_of(TOOLS["opencode"], endpoint, [], []).environment["OPENCODE_CONFIG_CONTENT"])
+    codex, opencode = (launch_of(TOOLS[name], endpoint, [], [], folder=FOLDER) for name in ("codex", "opencode"))
+    assert overrides_of(codex.arguments[1:])["model"] == model
+    config = json.loads(opencode.environment["OPENCODE_CONFIG_CONTENT"])
     assert config["model"] == f"spark/{model}"
 
 
 def test_opencode():
-    launch = launch_of(TOOLS["opencode"], ENDPOINT, [], ["OPENCODE_CONFIG_CONTENT"])
+    launch = launch_of(TOOLS["opencode"], ENDPOINT, [], ["OPENCODE_CONFIG_CONTENT"], folder=FOLDER)
     config = json.loads(launch.environment["OPENCODE_CONFIG_CONTENT"])
     assert config["enabled_providers"] == ["spark"]
     assert config["model"] == config["small_model"] == "spark/nano-q4_0"
     provider = config["provider"]["spark"]
     assert provider["options"]["baseURL"] == "http://127.0.0.1:11711/v1"
-    assert provider["models"]["nano-q4_0"]["limit"]["context"] == 32768
+    assert provider["models"]["nano-q4_0"]["limit"] == {"context": 32768, "output": 8192}, (
+        "an answer's room is taken off the context: what is left must hold a conversation"
+    )
+    assert launch.environment["OPENCODE_DISABLE_MODELS_FETCH"] == "1"
 
 
 def test_aider():
-    launch = launch_of(TOOLS["aider"], ENDPOINT, [], ["OPENAI_API_KEY"])
+    launch = launch_of(TOOLS["aider"], ENDPOINT, [], ["OPENAI_API_KEY"], folder=FOLDER)
     assert launch.environment["OPENAI_API_KEY"] == "a key"
     assert launch.removed == ()
     assert launch.arguments[launch.arguments.index("--weak-model") + 1] == "openai/nano-q4_0"
+    described = Path(launch.arguments[launch.arguments.index("--model-metadata-file") + 1])
+    about = json.loads(launch.files[described])["openai/nano-q4_0"]
+    assert (about["max_input_tokens"], about["max_output_tokens"]) == (32768, 8192)
+    assert launch.environment["LITELLM_LOCAL_MODEL_COST_MAP"] == "True"
+    unknown = launch_of(TOOLS["aider"], UNKNOWN, [], [], folder=FOLDER)
+    assert unknown.files == {}
+    assert "--model-metadata-file" not in unknown.arguments
+
+
+def test_a_context_that_a_tool_fills_by_itself_is_told():
+    assert TOOLS["claude"].cramped(32768)
+    assert not TOOLS["claude"].cramped(65536)
+    assert not TOOLS["aider"].cramped(8192)
+    assert not any(tool.cramped(None) for tool in TOOLS.values())

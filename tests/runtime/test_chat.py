@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,6 +25,27 @@ CAREFUL = HERMES.replace(
 )
 PAIRS = HERMES.replace("{{ ARGS }}", "{% for k, v in call.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}")
 PLAIN = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+
+
+ALL = TemplateSupport(tools=True, object_arguments=True, results=True)
+NOTHING = TemplateSupport(False, False, False, False, False, False, False, False)
+# As Mistral's: one system message, then user and assistant by turns, and an answer after every result.
+STRICT = (
+    """{%- set start = 1 if messages[0].role == 'system' else 0 %}
+{%- set talk = namespace(user=true) %}
+{%- for message in messages[start:] %}
+{%- if message.role == 'system' %}{{ raise_exception('one system message') }}{% endif %}
+{%- if message.role == 'user' or (message.role == 'assistant' and not message.tool_calls) %}
+{%- if (message.role == 'user') != talk.user %}{{ raise_exception('by turns') }}{% endif %}
+{%- set talk.user = not talk.user %}{% endif %}{% endfor %}"""
+    + OBJECTS
+)
+# As gpt-oss': a system message that is not the first is left out.
+FIRST_ONLY = OBJECTS.replace(
+    "{%- if message.content is string %}",
+    "{%- if message.content is string and (message.role != 'system' or loop.first) %}",
+)
+COUNTING = "{{ tools | length }}" + PLAIN
 
 
 class Engine:
@@ -63,14 +85,24 @@ def chat_of(template: str | None) -> ChatFormat:
         (PAIRS, TemplateSupport(tools=True, object_arguments=True, results=True)),
         (PLAIN, TemplateSupport(tools=False, object_arguments=False, results=True)),
         (None, TemplateSupport(tools=False, object_arguments=False, results=True)),
+        ("{{ raise_exception('no') }}", NOTHING),
+        (STRICT, replace(ALL, late_system=False, repeated_roles=False, user_after_result=False)),
+        (FIRST_ONLY, replace(ALL, late_system=False)),
         (
-            "{{ raise_exception('no') }}",
-            TemplateSupport(tools=False, object_arguments=False, results=False, system=False, system_with_tools=False),
+            PLAIN.replace("{{ message.content", "{% if message.role != 'system' %}{{ message.content").replace(
+                "\n", "{% endif %}"
+            ),
+            replace(ALL, tools=False, object_arguments=False, system=False, late_system=False, system_with_tools=False),
         ),
     ],
 )
 def test_what_a_template_supports(template: str | None, support: TemplateSupport) -> None:
     assert chat_of(template).support == support
+
+
+def test_a_template_that_counts_tools_is_given_a_list_of_none() -> None:
+    assert chat_of(COUNTING).prompt([{"role": "user", "content": "x"}]) == "0user: x\n"
+    assert chat_of("{{ tools is none }}").prompt([{"role": "user", "content": "x"}]) == "True"
 
 
 def test_options_reach_the_template_and_replace_nothing_of_ours() -> None:

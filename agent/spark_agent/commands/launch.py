@@ -15,8 +15,9 @@ from spark_agent.addresses import base_url_of, is_own_address, reachable
 from spark_agent.api_key import named_api_key, shown_api_key
 from spark_agent.context import AgentContext
 from spark_agent.errors import SparkError
+from spark_agent.files import replacing
 from spark_agent.launch import TOOLS, Endpoint, Launch, launch_of
-from spark_agent.paths import api_key_path
+from spark_agent.paths import api_key_path, ensure_private_dir, launch_dir
 from spark_agent.running import RunningAgents
 from spark_agent.running_agent import ask_agent
 from spark_schemas.local_address import is_loopback
@@ -65,7 +66,13 @@ def launch_command(
 
     def launched(shown_key: str) -> Launch:
         endpoint = Endpoint(found.base_url, served, shown_key, found.n_ctx)
-        return launch_of(chosen, endpoint, arguments or [], os.environ, keep or [])
+        return launch_of(chosen, endpoint, arguments or [], os.environ, keep or [], folder=launch_dir())
+
+    if chosen.cramped(found.n_ctx):
+        context.output.warning(
+            f"{tool}'s own prompt takes about {chosen.prompt_tokens:,} tokens of this context's {found.n_ctx:,}: "
+            "start the agent with a larger --ctx"
+        )
 
     if dry_run:
         # A secret is named, never shown.
@@ -76,6 +83,7 @@ def launch_command(
             "command": list(shown.arguments),
             "environment": shown.environment,
             "removed": list(shown.removed),
+            "files": {str(path): text for path, text in shown.files.items()},
             "base_url": found.base_url,
             "model": served,
             "installed": shutil.which(chosen.program) is not None,
@@ -88,6 +96,7 @@ def launch_command(
         raise SparkError(f"{chosen.program} is not installed: it is in no folder of PATH", chosen.install)
     if launch.removed:
         context.output.info(f"not handed on: {', '.join(launch.removed)}")
+    _write(launch)
     sys.stdout.flush()
     sys.stderr.flush()
     try:
@@ -126,9 +135,26 @@ def _model_of(found: AgentInfo, asked: str | None) -> str:
     return asked or found.models[0]
 
 
+def _write(launch: Launch) -> None:
+    for path, text in launch.files.items():
+        try:
+            ensure_private_dir(path.parent)
+            with replacing(path) as file:
+                file.write(text.encode())
+        except OSError as error:
+            raise SparkError(
+                f"cannot write {path}: {error.strerror}", "make room, or check who owns the folder"
+            ) from error
+
+
 def _script(launch: Launch, shown_key: str) -> str:
     """The same as a person would type it."""
     lines = [f"unset {' '.join(launch.removed)}"] if launch.removed else []
+    for path, text in launch.files.items():
+        lines += [
+            f"mkdir -p {shlex.quote(str(path.parent))}",
+            f"echo {shlex.quote(text.strip())} > {shlex.quote(str(path))}",
+        ]
     for name, value in launch.environment.items():
         lines.append(f"export {name}=" + (f'"{value}"' if value == shown_key else shlex.quote(value)))
     return "\n".join([*lines, shlex.join(launch.arguments)])

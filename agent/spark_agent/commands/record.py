@@ -57,7 +57,10 @@ def record_command(
     model: Annotated[Path | None, typer.Argument(help="GGUF file; the bundled demo model if left out.")] = None,
     sessions: Annotated[
         Path | None,
-        typer.Option(help="Transcripts: a file or a folder (Claude Code, Codex, SpecStory, plain text)."),
+        typer.Option(
+            help="Transcripts: a file or a folder (Claude Code, Codex, Qwen Code, aider, opencode export, SpecStory, "
+            "plain text)."
+        ),
     ] = None,
     workload: Annotated[str | None, typer.Option(help="Name of the class of sessions, e.g. code-heavy.")] = None,
     demo: Annotated[bool, typer.Option("--demo", help="Record the bundled demo sessions of three workloads.")] = False,

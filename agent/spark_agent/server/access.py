@@ -16,7 +16,7 @@ from spark_schemas.local_address import foreign_header
 
 __all__ = ["Access"]
 
-_OPEN = frozenset({"/health"})
+_OPEN = frozenset({"/", "/health"})
 """Probes have no token."""
 
 

@@ -27,8 +27,10 @@ def _usage(finished: Finished) -> dict[str, int]:
     }
 
 
-def _stop(ended: Ended) -> dict[str, str | None]:
+def _stop(ended: Ended, max_tokens: int) -> dict[str, str | None]:
     stop = ended.finished.stop
+    if ended.reason == "length" and ended.finished.completion_tokens < max_tokens:
+        return {"stop_reason": "model_context_window_exceeded", "stop_sequence": None}
     reasons = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "stop_sequence" if stop else "end_turn"}
     return {"stop_reason": reasons[ended.reason], "stop_sequence": stop if ended.reason == "stop" else None}
 
@@ -40,16 +42,17 @@ def _tool_use(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 class MessagesAnswer:
     """The shapes of one answer, whole or in events."""
 
-    def __init__(self, model: str, prompt_tokens: int) -> None:
+    def __init__(self, model: str, prompt_tokens: int, max_tokens: int) -> None:
         self._message = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": model}
         self._prompt_tokens = prompt_tokens
+        self._max_tokens = max_tokens
         self._open: str | None = None
         self._index = -1
 
     def whole(self, events: Sequence[Event], _tokens: Sequence[TokenLogprob], ended: Ended) -> dict[str, Any]:
         """The object of a whole answer."""
         content = [self._block(each) for each in merged(events)]
-        return {**self._message, "content": content, **_stop(ended), "usage": _usage(ended.finished)}
+        return {**self._message, "content": content, **_stop(ended, self._max_tokens), "usage": _usage(ended.finished)}
 
     def _block(self, each: Part) -> dict[str, Any]:
         if isinstance(each, Call):
@@ -78,7 +81,13 @@ class MessagesAnswer:
                 if self._open != "tool_use":
                     for part in self._close():
                         yield part
-                yield named_event({"type": "message_delta", "delta": _stop(output), "usage": _usage(output.finished)})
+                yield named_event(
+                    {
+                        "type": "message_delta",
+                        "delta": _stop(output, self._max_tokens),
+                        "usage": _usage(output.finished),
+                    }
+                )
                 yield named_event({"type": "message_stop"})
             else:
                 for each in output.events:

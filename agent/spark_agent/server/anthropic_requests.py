@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -11,10 +12,16 @@ from pydantic import Field
 from spark_agent.dialogue.messages import Message, ToolCall, ToolChoice
 from spark_agent.server.api_error import ApiError
 from spark_agent.server.exchange import Ask
-from spark_agent.server.requests import ApiModel, tools_of
+from spark_agent.server.requests import ApiModel, not_shown, tools_of
 from spark_runtime.sampling import Sampling
 
 __all__ = ["CountRequest", "MessagesRequest"]
+
+_FILES = frozenset({"image", "document"})
+_HEADER = re.compile(r"x-anthropic-billing-header:[^\n]*\n?")
+_EFFORTS = {"xhigh": "high", "max": "high"}
+_SERVERS_OWN = re.compile(r"redacted_thinking|server_tool_use|.+_tool_result")
+"""What Anthropic's own servers put into a conversation that began there: nothing that a model here could have said."""
 
 
 class _Message(ApiModel):
@@ -27,6 +34,16 @@ class _Thinking(ApiModel):
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
 
 
+class _Format(ApiModel):
+    type: Literal["json_schema"]
+    schema_: Annotated[Any, Field(alias="schema")] = None
+
+
+class _OutputConfig(ApiModel):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: _Format | None = None
+
+
 class CountRequest(ApiModel):
     """The body of a count: all that decides the prompt."""
 
@@ -36,13 +53,15 @@ class CountRequest(ApiModel):
     tools: list[Any] | None = None
     tool_choice: Any = None
     thinking: _Thinking | None = None
+    output_config: _OutputConfig | None = None
+    output_format: _Format | None = None
 
     def ask(self) -> Ask:
         """What is asked for; raise :class:`ApiError`."""
         names: dict[str, str] = {}
         messages: list[Message] = []
         if self.system:
-            messages.append(Message("system", _text(self.system, "system")))
+            messages.append(Message("system", _text(_without_headers(self.system), "system")))
         for at, message in enumerate(self.messages):
             messages += _neutral(message, f"messages[{at}]", names)
         tools = tools_of([_tool(f"tools[{at}]", value) for at, value in enumerate(self.tools or ())])
@@ -51,16 +70,31 @@ class CountRequest(ApiModel):
             prefill = messages.pop().text
         if not messages:
             raise _invalid("messages: expected a message of user", "messages")
-        options = {} if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
+        options: dict[str, Any] = {}
+        if self.thinking is not None:
+            options["enable_thinking"] = self.thinking.type != "disabled"
+        if self.output_config is not None and self.output_config.effort is not None:
+            # No open model knows more than high.
+            options["reasoning_effort"] = _EFFORTS.get(self.output_config.effort, self.output_config.effort)
         return Ask(
             sampling=self.sampling(),
             messages=tuple(messages),
             tools=tools,
             choice=_choice(self.tool_choice, {tool.name for tool in tools}),
+            schema=self._schema(),
+            schema_strict=True,
             template_options=options,
             prefill=prefill,
             thought_tokens=self.thinking.budget_tokens if self.thinking is not None else None,
         )
+
+    def _schema(self) -> Any:
+        form = (self.output_config.format if self.output_config else None) or self.output_format
+        if form is None:
+            return None
+        if form.schema_ is None:
+            raise _invalid("output_config.format.schema: expected a JSON schema", "output_config")
+        return form.schema_
 
     def sampling(self) -> Sampling:
         """Sampling parameters; none decide a count."""
@@ -95,11 +129,42 @@ def _invalid(message: str, where: str) -> ApiError:
     return ApiError(400, message, "invalid_request", param=where)
 
 
+def _without_headers(system: Any) -> Any:
+    """Without what Claude Code says to Anthropic's accounting there.
+
+    It differs between conversations, so that none could begin with what another computed, and no model needs it.
+    """
+    if not isinstance(system, list):
+        return system
+    texts = [block.get("text") if isinstance(block, dict) else None for block in system]
+    return [
+        block
+        for block, text in zip(system, texts, strict=True)
+        if not (isinstance(text, str) and _HEADER.fullmatch(text))
+    ]
+
+
 def _text(content: Any, where: str) -> str:
     """A text, or blocks of text; those of files are refused by name."""
     if isinstance(content, str):
         return content
     return "".join(_block_text(block, f"{where}[{at}]") for at, block in enumerate(_blocks(content, where)))
+
+
+def _returned(content: Any, where: str) -> str:
+    """What a tool returned."""
+    if isinstance(content, str):
+        return content
+    text = ""
+    for at, block in enumerate(_blocks(content, where)):
+        kind = block.get("type")
+        if kind in _FILES:
+            text += not_shown(kind)
+        elif kind == "tool_reference":
+            text += f"[tool: {block.get('tool_name')}]"
+        else:
+            text += _block_text(block, f"{where}[{at}]")
+    return text
 
 
 def _blocks(content: Any, where: str) -> list[dict[str, Any]]:
@@ -110,7 +175,7 @@ def _blocks(content: Any, where: str) -> list[dict[str, Any]]:
 
 def _block_text(block: dict[str, Any], where: str) -> str:
     kind = block.get("type")
-    if kind in {"image", "document"}:
+    if kind in _FILES:
         raise _invalid(f"{where}: {kind} is not supported: this server reads text only", where)
     if kind != "text" or not isinstance(block.get("text"), str):
         raise _invalid(f"{where}: found type {kind!r}, expected a block of text", where)
@@ -132,7 +197,9 @@ def _neutral(message: _Message, where: str, names: dict[str, str]) -> list[Messa
             results.append(_result(block, here, names))
         elif kind == "thinking" and message.role == "assistant":
             thought += str(block.get("thinking") or "")
-        elif kind != "redacted_thinking":
+        elif kind == "compaction" and message.role == "assistant":
+            text += str(block.get("content") or "")
+        elif not (message.role == "assistant" and isinstance(kind, str) and _SERVERS_OWN.fullmatch(kind)):
             text += _block_text(block, here)
     if results and not text:
         return results
@@ -151,7 +218,7 @@ def _result(block: dict[str, Any], where: str, names: dict[str, str]) -> Message
     identifier = block.get("tool_use_id")
     if not isinstance(identifier, str):
         raise _invalid(f"{where}.tool_use_id: expected the id of a tool_use block", where)
-    text = _text(block.get("content") or "", f"{where}.content")
+    text = _returned(block.get("content") or "", f"{where}.content")
     if block.get("is_error") is True:
         text = f"Error: {text}"
     return Message("tool", text, call_id=identifier, name=names.get(identifier))

@@ -11,7 +11,7 @@ from starlette.types import Scope
 from spark_agent.server.generation import AbandonedError, BusyError
 from spark_runtime.errors import ContextFullError, GrammarError, SamplingError, SparkRuntimeError
 
-__all__ = ["EXPECTED", "ApiError", "Dialect", "dialect_of", "request_id_of"]
+__all__ = ["EXPECTED", "ApiError", "ContextExceededError", "Dialect", "dialect_of", "request_id_of"]
 
 Dialect = Literal["openai", "anthropic"]
 EXPECTED = (SparkRuntimeError, AbandonedError, BusyError)
@@ -76,18 +76,46 @@ class ApiError(Exception):
             return cls(500, _sentence(error), "engine")
         return cls(500, "an error inside the agent; see its log", "internal")
 
+    def message(self, _dialect: Dialect) -> str:
+        """What a person reads."""
+        return str(self)
+
     def body(self, dialect: Dialect = "openai", request_id: str | None = None) -> dict[str, Any]:
         """The JSON object."""
+        message = self.message(dialect)
         if dialect == "anthropic":
             kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-            return {"type": "error", "error": {"type": kind, "message": str(self)}, "request_id": request_id}
+            return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self, scope: Scope) -> Response:
         """The whole answer to a request."""
         body = self.body(dialect_of(scope), request_id_of(scope))
         return JSONResponse(body, status_code=self.status, headers=self.headers)
+
+
+class ContextExceededError(ApiError):
+    """A prompt that does not fit.
+
+    Tools tell this from other failures by the very words of each dialect's own servers, and then shorten the
+    conversation by themselves instead of giving up: Claude Code reads both numbers.
+    """
+
+    def __init__(self, prompt_tokens: int, n_ctx: int) -> None:
+        what = "shorten the conversation or start the agent with a larger --ctx"
+        super().__init__(
+            400,
+            f"This model's maximum context length is {n_ctx} tokens, but the prompt has {prompt_tokens}: {what}",
+            "context_length_exceeded",
+            param="messages",
+        )
+        self.prompt_tokens = prompt_tokens
+        self._anthropic = f"prompt is too long: {prompt_tokens} tokens > {n_ctx - 1} maximum: {what}"
+
+    def message(self, dialect: Dialect) -> str:
+        """What a person reads, and a tool."""
+        return self._anthropic if dialect == "anthropic" else str(self)
 
 
 def _sentence(error: SparkRuntimeError) -> str:

@@ -21,7 +21,7 @@ from spark_agent.dialogue.messages import Message
 from spark_agent.server.access import Access
 from spark_agent.server.anthropic_messages import MessagesAnswer
 from spark_agent.server.anthropic_requests import CountRequest, MessagesRequest
-from spark_agent.server.api_error import EXPECTED, ApiError, request_id_of
+from spark_agent.server.api_error import EXPECTED, ApiError, ContextExceededError, request_id_of
 from spark_agent.server.body import read_json, validated
 from spark_agent.server.conversations import lineage_of
 from spark_agent.server.exchange import FIRST_WAIT_S, Answering, Ask, Ended, Exchange, LineageOf, Output, WorkloadOf
@@ -40,6 +40,7 @@ from spark_runtime.chat import ChatFormat
 __all__ = ["create_app"]
 
 _CLIENT_CLOSED_REQUEST = 499  # nginx's code for a client that left; nobody reads it
+_NOT_KEPT = {"Cache-Control": "no-cache"}
 _T = TypeVar("_T")
 
 
@@ -75,6 +76,10 @@ class _Api:
         self._store = ResponsesStore()
         self._health = health
         self._stats = stats
+
+    async def root(self, _request: Request) -> Response:
+        # Tools look here whether anything answers at an address, before they ask it for anything.
+        return JSONResponse({"name": "spark-agent", "openai": "/v1", "anthropic": "/", "health": "/health"})
 
     async def health(self, _request: Request) -> Response:
         return JSONResponse({"status": "ok", **self._health, "waiting": self._worker.waiting})
@@ -126,14 +131,23 @@ class _Api:
                 )
                 raise ApiError(404, message, "previous_response_not_found", param="previous_response_id")
             earlier = found
-        answer = ResponsesAnswer(model, body)
-        ask = body.ask(earlier)
+        tools = body.declared()
+        answer = ResponsesAnswer(model, body, tools)
+        ask = body.ask(earlier, tools)
 
         def keep() -> None:
             if body.store is not False:
-                self._store.put(answer.id, [*earlier, *messages_of(body.items()), *messages_of(answer.output)])
+                self._store.put(
+                    answer.id, [*earlier, *messages_of(body.items(), tools), *messages_of(answer.output, tools)]
+                )
 
-        return await self._answer(request, ask, lambda _: answer, stream=body.stream, named=body.model, done=keep)
+        try:
+            return await self._answer(request, ask, lambda _: answer, stream=body.stream, named=body.model, done=keep)
+        except ContextExceededError as error:
+            if not body.stream:
+                raise
+            # As OpenAI's servers do: clients of streams look for this one in the events, and shorten what they send.
+            return StreamingResponse(iter(answer.refused(error)), media_type="text/event-stream", headers=_NOT_KEPT)
 
     async def messages(self, request: Request) -> Response:
         body = validated(MessagesRequest, await read_json(request))
@@ -141,7 +155,7 @@ class _Api:
         ask = body.ask()
 
         def shape(answering: Answering) -> MessagesAnswer:
-            return MessagesAnswer(model, len(answering.prompt_tokens))
+            return MessagesAnswer(model, len(answering.prompt_tokens), body.max_tokens)
 
         return await self._answer(request, ask, shape, stream=body.stream, named=body.model)
 
@@ -180,7 +194,7 @@ class _Api:
         return StreamingResponse(
             _guarded(answer, answering, request_id_of(request.scope), done),
             media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache"},
+            headers=_NOT_KEPT,
             background=BackgroundTask(answering.close),
         )
 
@@ -227,9 +241,10 @@ def create_app(
     for; ``None`` is the agent's default.
     """
     exchange = Exchange(worker, Prompting(chat), lineage_of, workload_of)
-    api = _Api(worker, chat, ModelNames(model, aliases), exchange, health, stats)
+    api = _Api(worker, chat, ModelNames(model, aliases, n_ctx=chat.n_ctx), exchange, health, stats)
     return Starlette(
         routes=[
+            Route("/", api.root),
             Route("/health", api.health),
             Route("/spark/stats", api.stats),
             Route("/v1/models", api.models),

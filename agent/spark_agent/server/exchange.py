@@ -11,7 +11,7 @@ from typing import Any, Literal
 from spark_agent.dialogue.events import CallBroken, CallEnd, Event, joined
 from spark_agent.dialogue.messages import Message, Tool, ToolChoice
 from spark_agent.dialogue.output_parser import OutputParser, PlainParser
-from spark_agent.server.api_error import ApiError
+from spark_agent.server.api_error import ApiError, ContextExceededError
 from spark_agent.server.aside import aside
 from spark_agent.server.generation import Finished, Generation, Piece, TokenLogprob
 from spark_agent.server.prompting import Prompting
@@ -224,8 +224,11 @@ class Exchange:
         self._workload_of = workload_of
 
     async def count(self, ask: Ask) -> int:
-        """Tokens of a prompt."""
-        prepared = await aside(self._prompting.prepare, ask, size=ask.size)
+        """Tokens of a prompt, also of one that does not fit."""
+        try:
+            prepared = await aside(self._prompting.prepare, ask, size=ask.size)
+        except ContextExceededError as error:
+            return error.prompt_tokens
         return len(prepared.tokens)
 
     async def start(self, ask: Ask, headers: Mapping[str, str], model: str | None) -> Answering:

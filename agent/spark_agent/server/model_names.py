@@ -16,8 +16,9 @@ __all__ = ["ModelNames"]
 class ModelNames:
     """The served model's name and its aliases, which may be shell patterns as ``claude-*``."""
 
-    def __init__(self, name: str, aliases: Sequence[str] = ()) -> None:
+    def __init__(self, name: str, aliases: Sequence[str] = (), *, n_ctx: int) -> None:
         self._name = name
+        self._n_ctx = n_ctx
         self._aliases = tuple(aliases)
         self._started = int(time.time())
 
@@ -32,7 +33,7 @@ class ModelNames:
         raise ApiError(404, message, "model_not_found", param="model")
 
     def entry(self, name: str | None = None) -> dict[str, Any]:
-        """The model, in the words of both dialects."""
+        """The model, in the words of both dialects; its context, in tokens, by each name that clients look for."""
         name = name or self._name
         started = datetime.fromtimestamp(self._started, UTC).isoformat().replace("+00:00", "Z")
         return {
@@ -43,6 +44,12 @@ class ModelNames:
             "type": "model",
             "display_name": name,
             "created_at": started,
+            "lifecycle": "active",
+            "max_input_tokens": self._n_ctx - 1,
+            "max_tokens": self._n_ctx - 1,
+            "context_length": self._n_ctx,
+            "max_model_len": self._n_ctx,
+            "meta": {"n_ctx": self._n_ctx},
         }
 
     def listed(self) -> dict[str, Any]:

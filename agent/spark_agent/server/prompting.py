@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from spark_agent.dialogue.arrangement import arranged
 from spark_agent.dialogue.call_grammar import answer_grammar, call_grammar, written_call
 from spark_agent.dialogue.detection import OutputFormat, detect
 from spark_agent.dialogue.harmony import HarmonyParser
@@ -16,7 +17,7 @@ from spark_agent.dialogue.json_grammar import SchemaError
 from spark_agent.dialogue.json_text import load_json
 from spark_agent.dialogue.messages import Message, Tool, ToolCall
 from spark_agent.dialogue.output_parser import OutputParser, TaggedParser
-from spark_agent.server.api_error import ApiError
+from spark_agent.server.api_error import ApiError, ContextExceededError
 from spark_agent.server.thought import ThoughtLimit
 from spark_runtime.chat import ChatFormat
 from spark_runtime.errors import ChatTemplateError
@@ -93,13 +94,7 @@ class Prompting:
 
     def _fitting(self, tokens: Sequence[int], grammar: str | None, parser: OutputParser | None) -> Prepared:
         if len(tokens) >= self._chat.n_ctx:
-            raise ApiError(
-                400,
-                f"a prompt of {len(tokens)} tokens leaves no room in a context of {self._chat.n_ctx}: shorten the "
-                "conversation or start the agent with a larger --ctx",
-                "context_length_exceeded",
-                param="messages",
-            )
+            raise ContextExceededError(len(tokens), self._chat.n_ctx)
         if not tokens:
             raise ApiError(400, "the prompt is empty", "invalid_request", param="prompt")
         return Prepared(tuple(tokens), grammar, parser)
@@ -133,11 +128,11 @@ class Prompting:
         if not self._format.described:
             messages = _instructed(messages, tools, written_call(self._format.calls))
         concerns_tools = bool(tools) or any(message.calls or message.role == "tool" for message in messages)
-        if not (support.system_with_tools if concerns_tools and self._format.described else support.system):
-            messages = _without_system(messages)
+        if concerns_tools and self._format.described:
+            support = replace(support, system=support.system_with_tools)
         ids = call_ids(messages, named=self._format.calls is KIMI)
         rendered: list[dict[str, Any]] = []
-        for message in messages:
+        for message in arranged(messages, support):
             each: dict[str, Any] = {"role": message.role, "content": message.text}
             if message.reasoning:
                 # Qwen and DeepSeek templates read the one, gpt-oss' the other.
@@ -146,9 +141,7 @@ class Prompting:
                 each["content"] = None
             if message.calls:
                 each["tool_calls"] = [self._call(call, ids[call.id]) for call in message.calls]
-            if message.role == "tool" and not support.results:
-                each = {"role": "user", "content": f"<tool_response>\n{message.text}\n</tool_response>"}
-            elif message.role == "tool":
+            if message.role == "tool":
                 each |= {"tool_call_id": ids[message.call_id or ""], "name": message.name or ""}
             rendered.append(each)
         return rendered
@@ -200,21 +193,6 @@ class Prompting:
         return TaggedParser(calls, by_name, thinking=thinking, in_thought=self._in_thought(prompt))
 
 
-def _without_system(messages: Sequence[Message]) -> list[Message]:
-    """The messages with the text of system messages at the beginning of the user's next one."""
-    written: list[Message] = []
-    told: list[str] = []
-    for message in messages:
-        if message.role == "system":
-            told.append(message.text)
-        elif message.role == "user" and told:
-            written.append(replace(message, text="\n\n".join([*told, message.text])))
-            told = []
-        else:
-            written.append(message)
-    return [*written, Message("user", "\n\n".join(told))] if told else written
-
-
 def call_ids(messages: Sequence[Message], *, named: bool) -> dict[str, str]:
     """Ids of calls as templates take them, by the clients' ids.
 
@@ -234,6 +212,12 @@ def _short_id(identifier: str) -> str:
     return hashlib.sha256(identifier.encode()).hexdigest()[:9]
 
 
+def _as_models_write(arguments: str) -> str:
+    """Arguments spaced as models space them: what was generated is then found again, however a client spells it."""
+    value = load_json(arguments)
+    return arguments if value is None else json.dumps(value, ensure_ascii=False)
+
+
 def _in_words(messages: Sequence[Message]) -> list[Message]:
     """The messages with calls and results written out."""
     written = []
@@ -241,7 +225,7 @@ def _in_words(messages: Sequence[Message]) -> list[Message]:
         text = message.text
         for call in message.calls:
             head = f'\n<tool_call>\n{{"name": {json.dumps(call.name)}, "arguments": '
-            text += f"{head}{call.arguments}}}\n</tool_call>"
+            text += f"{head}{_as_models_write(call.arguments)}}}\n</tool_call>"
         if message.role == "tool":
             written.append(Message("user", f"<tool_response>\n{text}\n</tool_response>"))
         else:

@@ -17,7 +17,7 @@ from spark_agent.dialogue.json_grammar import SchemaError
 from spark_agent.dialogue.messages import Tool
 from spark_agent.server.api_error import ApiError
 
-__all__ = ["ApiModel", "Sampled", "StreamOptions", "first_fault", "refuse", "string_or_list", "tools_of"]
+__all__ = ["ApiModel", "Sampled", "StreamOptions", "first_fault", "not_shown", "refuse", "string_or_list", "tools_of"]
 
 STRING, LIST = "<string>", "<list>"
 MAX_TOOLS = 512
@@ -42,6 +42,14 @@ def refuse(value: object) -> object:
     if value:
         raise ValueError("not supported by this version")
     return value
+
+
+def not_shown(kind: str) -> str:
+    """What stands where a tool returned a file of this kind.
+
+    To refuse it would end the conversation for good, as every later request repeats it; so the model is told.
+    """
+    return f"[{kind}: not shown, as this server reads text only]"
 
 
 class StreamOptions(ApiModel):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
@@ -13,13 +15,17 @@ from spark_agent.dialogue.messages import Message, ToolCall
 from spark_agent.server.api_error import ApiError
 from spark_agent.server.exchange import Ask
 from spark_agent.server.openai_requests import tool_choice_of
-from spark_agent.server.requests import ApiModel, tools_of
+from spark_agent.server.requests import ApiModel, not_shown
+from spark_agent.server.responses_tools import ResponsesTools, arguments_of
 from spark_runtime.sampling import Sampling
 
 __all__ = ["ResponsesRequest", "messages_of"]
 
-_HOSTED = ("web_search", "image_generation", "file_search", "code_interpreter", "computer_use", "mcp", "tool_search")
-"""Tools that OpenAI's servers run; coding tools list some always, and a model that does not know them asks for none."""
+_BRINGING_TOOLS = frozenset({"additional_tools", "tool_search_output"})
+_CALLS = frozenset({"function_call", "custom_tool_call", "tool_search_call"})
+_RESULTS = frozenset({"function_call_output", "custom_tool_call_output", "tool_search_output"})
+_SERVERS_OWN = re.compile(r"(web_search|image_generation|file_search|code_interpreter|computer)_call|mcp_.*")
+"""What OpenAI's own servers did in a conversation that began there: nothing that a model here could have said."""
 _PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"})
 
 
@@ -60,12 +66,22 @@ class ResponsesRequest(ApiModel):
             return self.input
         raise _invalid("input: expected a text or a list of items", "input")
 
-    def ask(self, earlier: Sequence[Message]) -> Ask:
-        """What is asked for, after an earlier conversation; raise :class:`ApiError`."""
-        messages = [*earlier, *messages_of(self.items())]
+    def declared(self) -> ResponsesTools:
+        """Its tools, with those that came in the conversation; raise :class:`ApiError`."""
+        came: list[tuple[str, Any]] = []
+        for at, item in enumerate(self.items()):
+            if isinstance(item, dict) and item.get("type") in _BRINGING_TOOLS:
+                where = f"input[{at}].tools"
+                if not isinstance(tools := item.get("tools"), list):
+                    raise _invalid(f"{where}: expected a list", where)
+                came += [(f"{where}[{each}]", value) for each, value in enumerate(tools)]
+        return ResponsesTools([(f"tools[{at}]", value) for at, value in enumerate(self.tools or ())], came)
+
+    def ask(self, earlier: Sequence[Message], tools: ResponsesTools) -> Ask:
+        """What is asked for with these tools, after an earlier conversation; raise :class:`ApiError`."""
+        messages = [*earlier, *messages_of(self.items(), tools)]
         if self.instructions:
             messages.insert(0, Message("system", self.instructions))
-        tools = tools_of([tool for at, value in enumerate(self.tools or ()) for tool in _tool(f"tools[{at}]", value)])
         schema, strict = self._schema()
         effort = self.reasoning.effort if self.reasoning else None
         return Ask(
@@ -74,8 +90,8 @@ class ResponsesRequest(ApiModel):
                 top_p=1.0 if self.top_p is None else self.top_p,
             ),
             messages=tuple(messages),
-            tools=tools,
-            choice=tool_choice_of(self.tool_choice, {tool.name for tool in tools}, parallel=self.parallel_tool_calls),
+            tools=tools.tools,
+            choice=tool_choice_of(_of_function(self.tool_choice), tools.names(), parallel=self.parallel_tool_calls),
             max_tokens=self.max_output_tokens,
             schema=schema,
             schema_strict=strict,
@@ -98,17 +114,14 @@ def _invalid(message: str, where: str) -> ApiError:
     return ApiError(400, message, "invalid_request", param=where)
 
 
-def _tool(where: str, value: Any) -> list[tuple[str, Any]]:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "function":
-        return [(where, value)]
-    if isinstance(kind, str) and kind.startswith(_HOSTED):
-        return []
-    message = f"{where}.type: found {kind!r}, expected 'function'"
-    raise ApiError(400, message, "invalid_tool", param=where)
+def _of_function(choice: Any) -> Any:
+    """A choice of any one tool, as if it were of a function."""
+    if isinstance(choice, dict) and choice.get("type") == "custom":
+        return {**choice, "type": "function"}
+    return choice
 
 
-def messages_of(items: Sequence[Any]) -> list[Message]:
+def messages_of(items: Sequence[Any], tools: ResponsesTools) -> list[Message]:
     """Items as messages: what an assistant thinks, says and calls in a row is one."""
     messages: list[Message] = []
     names: dict[str, str] = {}
@@ -116,7 +129,9 @@ def messages_of(items: Sequence[Any]) -> list[Message]:
         where = f"input[{at}]"
         if not isinstance(item, dict):
             raise _invalid(f"{where}: expected an item, an object", where)
-        message = _item(item, where, names)
+        message = _item(item, where, names, tools)
+        if message is None:
+            continue
         last = messages[-1] if messages else None
         if last is not None and last.role == message.role == "assistant":
             messages[-1] = replace(
@@ -130,7 +145,8 @@ def messages_of(items: Sequence[Any]) -> list[Message]:
     return messages
 
 
-def _item(item: dict[str, Any], where: str, names: dict[str, str]) -> Message:
+def _item(item: dict[str, Any], where: str, names: dict[str, str], tools: ResponsesTools) -> Message | None:
+    """One item as a message, if it says anything; ``names`` are the tools called so far, by the call's id."""
     kind = item.get("type", "message")
     if kind == "message":
         role: Any = "system" if item.get("role") == "developer" else item.get("role")
@@ -138,24 +154,46 @@ def _item(item: dict[str, Any], where: str, names: dict[str, str]) -> Message:
             raise _invalid(f"{where}.role: found {role!r}, expected user, assistant, system or developer", where)
         return Message(role, _text(item.get("content"), f"{where}.content"))
     if kind == "reasoning":
-        parts = item.get("content") or item.get("summary") or []
-        return Message("assistant", "", _text(parts, f"{where}.content"))
+        # Another server's reasoning may be sealed.
+        thought = _text(item.get("content") or item.get("summary") or [], f"{where}.content")
+        return Message("assistant", "", thought) if thought else None
+    if kind == "additional_tools" or (isinstance(kind, str) and _SERVERS_OWN.fullmatch(kind)):
+        return None
     identifier = item.get("call_id")
-    if not isinstance(identifier, str) or kind not in ("function_call", "function_call_output"):
-        expected = "a message, reasoning, function_call or function_call_output with its call_id"
-        raise _invalid(f"{where}: found type {kind!r}, expected {expected}", where)
-    if kind == "function_call_output":
-        return Message(
-            "tool", _text(item.get("output"), f"{where}.output"), call_id=identifier, name=names.get(identifier)
-        )
-    name, arguments = item.get("name"), item.get("arguments") or "{}"
-    if not isinstance(name, str) or not isinstance(arguments, str) or not isinstance(load_json(arguments), dict):
+    if not isinstance(identifier, str) or kind not in _CALLS | _RESULTS:
+        expected = "a message, reasoning, or a call or output of a function, a custom tool or a tool search"
+        raise _invalid(f"{where}: found type {kind!r}, expected {expected} with its call_id", where)
+    if kind in _CALLS:
+        call = _call(item, kind, identifier, where, tools)
+        names[identifier] = call.name
+        return Message("assistant", "", calls=(call,))
+    if kind == "tool_search_output":
+        found = item.get("tools")
+        text = json.dumps([each.get("name") for each in found if isinstance(each, dict)] if found else [])
+    else:
+        text = _text(item.get("output"), f"{where}.output", of_tool=True)
+    return Message("tool", text, call_id=identifier, name=names.get(identifier))
+
+
+def _call(item: dict[str, Any], kind: str, identifier: str, where: str, tools: ResponsesTools) -> ToolCall:
+    if kind == "tool_search_call":
+        return ToolCall(identifier, "tool_search", json.dumps(item.get("arguments") or {}, ensure_ascii=False))
+    name, namespace = item.get("name"), item.get("namespace")
+    if not isinstance(name, str) or not isinstance(namespace, str | None):
+        raise _invalid(f"{where}: expected a name, and a namespace if there is one", where)
+    told = tools.told(namespace, name)
+    if kind == "custom_tool_call":
+        if not isinstance(text := item.get("input"), str):
+            raise _invalid(f"{where}.input: expected a text", where)
+        return ToolCall(identifier, told, arguments_of(text))
+    arguments = item.get("arguments") or "{}"
+    if not isinstance(arguments, str) or not isinstance(load_json(arguments), dict):
         raise _invalid(f"{where}: expected a name, and arguments as JSON text of an object", where)
-    names[identifier] = name
-    return Message("assistant", "", calls=(ToolCall(identifier, name, arguments),))
+    return ToolCall(identifier, told, arguments)
 
 
-def _text(content: Any, where: str) -> str:
+def _text(content: Any, where: str, *, of_tool: bool = False) -> str:
+    """A text, or parts of text. Files are refused by name, but where a tool returned one: that cannot be unsaid."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -164,6 +202,9 @@ def _text(content: Any, where: str) -> str:
     for at, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind in ("input_image", "input_file", "input_audio"):
+            if of_tool:
+                text += not_shown(kind.removeprefix("input_"))
+                continue
             raise _invalid(f"{where}[{at}]: {kind} is not supported: this server reads text only", where)
         found = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
         if kind not in _PARTS or not isinstance(found, str):

@@ -26,6 +26,7 @@ _ENVELOPES = frozenset({
     "security_risk_score",
     "session_meta",
     "session_state",
+    "token_usage_record",
     "turn_context",
     "world_state",
 })  # fmt: skip

@@ -6,11 +6,14 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from spark_agent.transcripts.aider import is_aider, read_aider
 from spark_agent.transcripts.claude import is_claude, read_claude
 from spark_agent.transcripts.codex import is_codex, read_codex
 from spark_agent.transcripts.load import decode_text, json_objects, load
 from spark_agent.transcripts.model import Limits, Parsed, Problems, Skipped, Transcript, UnusableError
+from spark_agent.transcripts.opencode import is_opencode, read_opencode
 from spark_agent.transcripts.plain import read_plain
+from spark_agent.transcripts.qwen import is_qwen, read_qwen
 from spark_agent.transcripts.specstory import is_specstory, read_specstory
 from spark_agent.transcripts.walk import walk
 
@@ -83,31 +86,41 @@ def _parse_json_lines(path: Path, data: bytes, limits: Limits) -> Parsed | None:
     if not named_so and not data.lstrip().startswith(b"{"):
         return None
     problems = Problems()
+    perhaps_claude = False
     for tried, (_, record) in enumerate(json_objects(data, limits, problems)):
         if is_codex(record):
             problems = Problems()
             return read_codex(json_objects(data, limits, problems), problems)
-        if is_claude(record):
+        if is_qwen(record):
             problems = Problems()
-            return read_claude(json_objects(data, limits, problems), problems)
+            return read_qwen(json_objects(data, limits, problems), problems)
+        perhaps_claude = perhaps_claude or is_claude(record)
+        if perhaps_claude and record.get("type") in ("user", "assistant"):
+            # Bookkeeping alone may be another tool's.
+            break
         if not named_so and tried + 1 >= _LINES_TO_TRY:
-            return None
+            break
+    if perhaps_claude:
+        problems = Problems()
+        return read_claude(json_objects(data, limits, problems), problems)
     if not named_so:
         return None
     detail = f" ({problems.summary()})" if problems.count else ""
     raise UnusableError(
-        f"found no line of a known conversation format, expected Claude Code or Codex JSON lines{detail}"
+        f"found no line of a known conversation format, expected Claude Code, Codex or Qwen Code JSON lines{detail}"
     )
 
 
 def _parse_json_file(data: bytes, limits: Limits) -> Parsed | None:
-    """A session of the first Codex versions: one document with the items in a list."""
+    """A session that OpenCode exported, or of the first Codex versions: one document with the items in a list."""
     if not data.lstrip().startswith(b"{") or len(data) > limits.max_line_bytes:
         return None
     try:
         document = json.loads(data)
     except (ValueError, RecursionError):
         return None
+    if is_opencode(document):
+        return read_opencode(document)
     items = document.get("items")
     if not isinstance(document.get("session"), dict) or not isinstance(items, list):
         return None
@@ -118,4 +131,6 @@ def _parse_json_file(data: bytes, limits: Limits) -> Parsed | None:
 
 def _parse_text(data: bytes) -> Parsed:
     text = decode_text(data)
+    if is_aider(text):
+        return read_aider(text)
     return read_specstory(text) if is_specstory(text) else read_plain(text)

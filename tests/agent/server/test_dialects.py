@@ -84,7 +84,6 @@ def test_bodies_that_are_no_request(agent, path, body):
         ({"messages": None, "input": None, "prompt": None}, 400),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}], "prompt": [HI, HI],
           "input": [{"role": "user", "content": [{"type": "input_image"}]}]}, 400),
-        ({"messages": [{"role": "user", "content": LONG}], "prompt": LONG, "input": LONG}, 400),
     ],
 )  # fmt: skip
 def test_what_cannot_be_asked(agent, path, stream, wrong, status):

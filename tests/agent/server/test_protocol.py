@@ -102,7 +102,7 @@ def test_an_unsupported_parameter_is_named(agent):
     [
         ("GET", CHAT, 405, "method_not_allowed"),
         ("POST", "/health", 405, "method_not_allowed"),
-        ("GET", "/", 404, "not_found"),
+        ("GET", "/v1", 404, "not_found"),
         ("POST", "/v1/embeddings", 404, "not_found"),
     ],
 )

@@ -206,7 +206,7 @@ def test_json_that_is_no_conversation_is_plain_text_unless_named_as_lines(tmp_pa
     assert isinstance(first, Transcript)
     assert first.turns[0].role == "text"
     assert isinstance(second, Skipped)
-    assert "Claude Code or Codex" in second.reason
+    assert "Claude Code, Codex or Qwen Code" in second.reason
 
 
 def test_content_decides_before_the_ending(tmp_path: Path) -> None:
