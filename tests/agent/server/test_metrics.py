@@ -247,7 +247,7 @@ def anyio_backend() -> str:
 async def test_requests_are_told_by_route_and_status(activity):
     app = create_app(
         None,
-        SimpleNamespace(template="", support=SimpleNamespace(tools=False), spell=lambda _: None),
+        SimpleNamespace(template="", n_ctx=1024, support=SimpleNamespace(tools=False), spell=lambda _: None),
         model="nano",
         health={},
         stats=dict,
