@@ -7,6 +7,7 @@ import json
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -95,6 +96,12 @@ def witnessed(agent: Any) -> Iterator[None]:
         answer = pool.submit(witness, agent)
         yield
         assert answer.result(60) == agent.alone
+        deadline = time.monotonic() + 60
+        while agent.worker.load.running or agent.worker.waiting:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        # Reports follow answers, on the thread that computes.
+        agent.worker.call(lambda: None).result(60)
 
 
 def left_in_step(agent: Any, until: Any, gate: Gate, data: bytes, *, reset: bool) -> None:

@@ -250,7 +250,7 @@ def anyio_backend() -> str:
 async def test_requests_are_told_by_route_and_status(activity):
     app = create_app(
         None,
-        SimpleNamespace(tried=lambda *_, **__: "", spell=lambda _: None),
+        SimpleNamespace(n_ctx=1024, tried=lambda *_, **__: "", spell=lambda _: None),
         model="nano",
         health={},
         stats=dict,

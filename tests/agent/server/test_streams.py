@@ -27,6 +27,7 @@ from spark_agent.server.generation import Finished, Generation, Piece
 from spark_agent.server.openai_chat import ChatAnswer
 from spark_agent.server.responses_answer import ResponsesAnswer
 from spark_agent.server.responses_requests import ResponsesRequest
+from spark_agent.server.responses_tools import ResponsesTools
 from spark_runtime.sampling import Sampling
 
 TOOLS = {
@@ -38,8 +39,8 @@ WRITE = f'<tool_call>{{"name": "write", "arguments": {json.dumps(ARGUMENTS)}}}</
 STOP = '<tool_call>{"name": "stop", "arguments": {}}</tool_call>'
 SHAPES: dict[str, Callable[[], Any]] = {
     "chat": lambda: ChatAnswer("m", include_usage=True, logprobs=False),
-    "responses": lambda: ResponsesAnswer("m", ResponsesRequest(input="x")),
-    "messages": lambda: MessagesAnswer("m", 3),
+    "responses": lambda: ResponsesAnswer("m", ResponsesRequest(input="x"), ResponsesTools([])),
+    "messages": lambda: MessagesAnswer("m", 3, 1),
 }
 every_dialect = pytest.mark.parametrize("dialect", SHAPES)
 
