@@ -38,7 +38,7 @@ __all__ = [
 DEFAULT_CONTEXT = 8192
 """Tokens, as agents take where nobody says, or as many as the model was trained for."""
 DEFAULT_RESIDENCY = 0.6
-_STEPS = tuple(2**power for power in range(10, 41))
+_STEPS = tuple(2**power for power in range(41))
 _FINEST = 240
 """Positions of the slider at most."""
 

@@ -68,6 +68,22 @@ class Cross(_View):
     sentence: str
 
 
+class MixRate(_View):
+    """One profile on the held-out sessions of the mix."""
+
+    profile: str
+    is_mix: bool
+    rate: Cell
+
+
+class MixView(_View):
+    """What one profile for mixed traffic would miss, beside each of its workloads' own profile alone."""
+
+    name: str
+    sentence: str
+    rates: tuple[MixRate, ...]
+
+
 class ComparePage(_View):
     """The page: what was asked for, both sides, and every workload against every other."""
 
@@ -82,6 +98,7 @@ class ComparePage(_View):
     crosses: tuple[Cross, ...]
     crosses_missing: str | None
     matrix: MismatchMatrix
+    mix: MixView | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +122,15 @@ def window_label(window_days: int | None) -> str:
 
 
 def compare_page(
-    shape: ModelShape, phase: Phase, sides: tuple[Side, Side] | None, missing: str | None, matrix: MismatchMatrix
+    shape: ModelShape,
+    phase: Phase,
+    sides: tuple[Side, Side] | None,
+    missing: str | None,
+    matrix: MismatchMatrix,
+    mixed: Profile | str | None,
 ) -> ComparePage:
-    """The page; without two sides ``missing`` says why."""
-    model = ModelName.of(shape)
+    """The page; without two sides ``missing`` says why. ``mixed`` is a mix's profile, or why there is none."""
+    model, mix = ModelName.of(shape), _mix(mixed)
     if sides is None:
         return ComparePage(
             model=model,
@@ -121,6 +143,7 @@ def compare_page(
             crosses=(),
             crosses_missing=None,
             matrix=matrix,
+            mix=mix,
         )
     a, b = sides
     difference = between(layer_sizes(shape), shares_of(a.profile), shares_of(b.profile))
@@ -146,6 +169,30 @@ def compare_page(
         crosses=crosses,
         crosses_missing=None if crosses else _no_crosses(a, b),
         matrix=matrix,
+        mix=mix,
+    )
+
+
+def _mix(mixed: Profile | str | None) -> MixView | None:
+    if mixed is None or isinstance(mixed, str):
+        return None if mixed is None else MixView(name="", sentence=mixed, rates=())
+    own = _own(mixed, "own", VERDICT_RESIDENCY)
+    if own is None:
+        return MixView(name=mixed.workload, sentence=f"Nothing can be said yet: {mixed.verdict_reason}.", rates=())
+    names = Mix.parse(mixed.workload).names
+    rates = [MixRate(profile=mixed.workload, is_mix=True, rate=own)] + [
+        MixRate(profile=row.workload, is_mix=False, rate=_cell(mixed, row.cold_hit_rate, row.low, row.high))
+        for row in mixed.mismatch
+        if row.residency == VERDICT_RESIDENCY and row.workload in names
+    ]
+    best = min(rates, key=lambda one: (one.rate.cold_hit_rate, not one.is_mix, one.profile))
+    return MixView(
+        name=mixed.workload,
+        sentence=(
+            f"Use {best.profile}: with {VERDICT_RESIDENCY:.0%} of the experts it misses least on this mix, "
+            f"{percent(best.rate.cold_hit_rate)} on {counted(mixed.n_held_out, 'held-out session')}."
+        ),
+        rates=tuple(sorted(rates, key=lambda one: (one.rate.cold_hit_rate, not one.is_mix, one.profile))),
     )
 
 

@@ -11,7 +11,7 @@ from spark_schemas.profile import Profile
 from spark_service.builders import Inputs, build_profile
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def built(make: Any) -> Callable[..., Profile]:
     """Build the profile of a workload, or of a mix, of all of some sessions."""
 
