@@ -97,7 +97,7 @@ def require_same_origin(headers: Headers) -> None:
 
 
 async def read_form(request: Request) -> Mapping[str, str]:
-    """Fields of a form by name. Raises :class:`FormError`, and :class:`RequestError` (413) for one that is too large."""
+    """Fields of a form by name. Raises :class:`FormError`; :class:`RequestError` (413) for one that is too large."""
     found = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if found != _MEDIA_TYPE:
         raise FormError(415, "unsupported_media_type", f"Content-Type: found {excerpt(found)}, expected {_MEDIA_TYPE}")

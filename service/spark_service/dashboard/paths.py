@@ -8,13 +8,14 @@ LOGIN = "/login"
 LOGOUT = "/logout"
 STATIC = "/static"
 _TWIN = ".json"
-_PAGES = frozenset({"", "index", "budget", "compare", "login", "logout", "privacy", "profiles", "static"})
-"""First segments; the empty one is the team's page, whose twin is ``/index.json``, and ``/.json`` too."""
+_TEAM = frozenset({"/", "/.json"})
+_PAGES = frozenset({"index", "budget", "compare", "login", "logout", "privacy", "profiles", "static"})
+"""First segments. The team's page is the root, and its twin ``/index.json``, or ``/.json``."""
 
 
 def is_page(path: str) -> bool:
     """Whether a path belongs to the dashboard: pages, their ``.json`` twins, what they load."""
-    return path.startswith("/") and path.split("/", 2)[1].removesuffix(_TWIN) in _PAGES
+    return path in _TEAM or (path.startswith("/") and path.split("/", 2)[1].removesuffix(_TWIN) in _PAGES)
 
 
 def is_twin(path: str) -> bool:
