@@ -109,6 +109,7 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
             with (
                 Housekeeping(store, keyring, settings.retention_days, watch=watch),
                 segment_mover(store, settings.segment_after_days),
+                closing(app.state.dashboard),
             ):
                 server.run(sockets=[listener])
         finally:
