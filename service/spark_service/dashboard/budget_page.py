@@ -39,6 +39,7 @@ DEFAULT_CONTEXT = 8192
 """Tokens, as agents take where nobody says, or as many as the model was trained for."""
 DEFAULT_RESIDENCY = 0.6
 _STEPS = tuple(2**power for power in range(41))
+_OTHERS: tuple[Policy, ...] = ("uniform", "lru")
 _FINEST = 240
 """Positions of the slider at most."""
 
@@ -83,10 +84,10 @@ class BudgetRow(_View):
 
     residency: float
     vram_bytes: int
-    own: float | None
+    own: float
     uniform: float | None
     lru: float | None
-    speed: SpeedView | None
+    speed: SpeedView
 
 
 class BudgetPage(_View):
@@ -167,7 +168,7 @@ def budget_page(profile: Profile, shape: ModelShape, asked: Question) -> BudgetP
         slots = greedy_slots(shares_of(profile), sizes, asked.vram_bytes - fixed)
     slot_bytes = sum(n * layer.expert_bytes for n, layer in zip(slots, sizes, strict=False))
     residency = slot_bytes / shape.expert_bytes_total
-    rates = () if problem else _rates(profile, residency)
+    rates = () if problem else _rates(profile, shape, residency)
     at = next((one.cold_hit_rate for one in rates if one.policy == "own"), 0.0 if residency == 1.0 else None)
     return BudgetPage(
         model=ModelName.of(shape),
@@ -243,7 +244,7 @@ def _tiers(shape: ModelShape, asked: Question, slots: Sequence[int], slot_bytes:
     )
 
 
-def _rates(profile: Profile, residency: float) -> tuple[ExpectedRate, ...]:
+def _rates(profile: Profile, shape: ModelShape, residency: float) -> tuple[ExpectedRate, ...]:
     labels: tuple[tuple[Policy, str], ...] = (
         ("own", "this profile, if it is never adapted"),
         ("lru", "a cache without a profile, started empty"),
@@ -251,7 +252,7 @@ def _rates(profile: Profile, residency: float) -> tuple[ExpectedRate, ...]:
     )
     found = []
     for policy, label in labels:
-        curve = sorted((one for one in profile.curves if one.policy == policy), key=lambda one: one.residency)
+        curve = _by_real_residency(profile, shape, policy)
         if curve:
             rate, low, high, basis = _between(curve, residency)
             single = profile.n_held_out < 2
@@ -281,15 +282,21 @@ def _rates(profile: Profile, residency: float) -> tuple[ExpectedRate, ...]:
     return tuple(found)
 
 
-def _between(curve: Sequence[CurvePoint], residency: float) -> tuple[float, float, float, str]:
+def _by_real_residency(profile: Profile, shape: ModelShape, policy: Policy) -> list[tuple[float, CurvePoint]]:
+    """A curve's points with the share of bytes that they had: never less than the floor of every layer."""
+    sizes, total = layer_sizes(shape), shape.expert_bytes_total
+    found = {residency_budget(sizes, one.residency) / total: one for one in profile.curves if one.policy == policy}
+    return sorted(found.items())
+
+
+def _between(curve: Sequence[tuple[float, CurvePoint]], residency: float) -> tuple[float, float, float, str]:
     """A curve at a residency: mean, ends of the interval, and between which of its points that is."""
-    below = [one for one in curve if one.residency <= residency + 1e-9]
-    above = [one for one in curve if one.residency >= residency - 1e-9]
-    left, right = (below[-1] if below else curve[0]), (above[0] if above else curve[-1])
-    if left.residency == right.residency:
-        return left.cold_hit_rate, left.low, left.high, f"judged at {left.residency:.0%}"
-    part = (residency - left.residency) / (right.residency - left.residency)
-    part = min(max(part, 0.0), 1.0)
+    below = [one for one in curve if one[0] <= residency + 1e-9]
+    above = [one for one in curve if one[0] >= residency - 1e-9]
+    (start, left), (end, right) = (below[-1] if below else curve[0]), (above[0] if above else curve[-1])
+    if start == end:
+        return left.cold_hit_rate, left.low, left.high, f"judged at {start:.0%}"
+    part = (residency - start) / (end - start)
     rate, low, high = (
         one + part * (other - one)
         for one, other in (
@@ -298,7 +305,7 @@ def _between(curve: Sequence[CurvePoint], residency: float) -> tuple[float, floa
             (left.high, right.high),
         )
     )
-    return rate, low, high, f"between what was judged at {left.residency:.0%} and {right.residency:.0%}"
+    return rate, low, high, f"between what was judged at {start:.0%} and {end:.0%}"
 
 
 def _no_rates(profile: Profile) -> str:
@@ -341,20 +348,19 @@ def _speed_note(card: GpuClass) -> str:
 
 
 def _rows(profile: Profile, shape: ModelShape, asked: Question) -> tuple[BudgetRow, ...]:
-    sizes = layer_sizes(shape)
     fixed = shape.core_bytes + shape.context_bytes(asked.n_ctx) + asked.reserve_bytes
-    rates = {(one.policy, one.residency): one.cold_hit_rate for one in profile.curves}
-    rows = []
-    for residency in sorted({one.residency for one in profile.curves}):
-        own = rates.get(("own", residency))
-        rows.append(
-            BudgetRow(
-                residency=residency,
-                vram_bytes=fixed + residency_budget(sizes, residency),
-                own=own,
-                uniform=rates.get(("uniform", residency)),
-                lru=rates.get(("lru", residency)),
-                speed=None if own is None else _speed(shape, asked.gpu, own),
-            )
+    uniform, lru = (
+        {residency: one.cold_hit_rate for residency, one in _by_real_residency(profile, shape, policy)}
+        for policy in _OTHERS
+    )
+    return tuple(
+        BudgetRow(
+            residency=residency,
+            vram_bytes=fixed + round(residency * shape.expert_bytes_total),
+            own=one.cold_hit_rate,
+            uniform=uniform.get(residency),
+            lru=lru.get(residency),
+            speed=_speed(shape, asked.gpu, one.cold_hit_rate),
         )
-    return tuple(rows)
+        for residency, one in _by_real_residency(profile, shape, "own")
+    )

@@ -18,7 +18,7 @@ from spark_service.dashboard.profile_page import ModelName, VerdictView, verdict
 from spark_service.dashboard.shift import ShiftSize, between
 from spark_service.dashboard.words import counted, interval, percent, points
 
-__all__ = ["Cell", "ComparePage", "Cross", "RateRow", "Side", "SideView", "compare_page", "window_label"]
+__all__ = ["Cell", "ComparePage", "Cross", "RateRow", "Side", "SideView", "compare_page"]
 
 
 class _View(BaseModel):
@@ -111,14 +111,10 @@ class Side:
     @property
     def label(self) -> str:
         """What to call it."""
-        return f"{self.profile.workload}, {window_label(self.window_days)}"
-
-
-def window_label(window_days: int | None) -> str:
-    """Which sessions a window is of."""
-    if window_days is None:
-        return "as served now"
-    return "all sessions" if window_days == 0 else f"last {window_days} days"
+        name = self.profile.workload
+        if self.window_days is None:
+            return name
+        return f"{name}, " + ("all sessions" if self.window_days == 0 else f"last {self.window_days} days")
 
 
 def compare_page(

@@ -192,20 +192,23 @@ class Figures:
 
     def _comparison(self, shape: ModelShape, asked: Comparison | None, phase: Phase) -> ComparePage:
         matrix = mismatch_matrix(self._catalog.profiles(shape.fingerprint, phase))
-        if asked is None:
-            missing = "Nothing to put side by side: this model has no profiles yet."
-            return compare_page(shape, phase, None, missing, matrix, None)
-        mixed, missing = None, None
         sides: tuple[Side, Side] | None = None
-        try:
-            sides = (self._side(shape, asked.a, asked.a_days, phase), self._side(shape, asked.b, asked.b_days, phase))
-        except RequestError as error:
-            missing = missing_text(error)
-        if asked.mix:
+        missing: str | None = "This model has no workloads yet."
+        mixed: Profile | str | None = None
+        if asked is not None:
+            try:
+                sides = (
+                    self._side(shape, asked.a, asked.a_days, phase),
+                    self._side(shape, asked.b, asked.b_days, phase),
+                )
+                missing = None
+            except RequestError as error:
+                missing = missing_text(error)
+        if asked is not None and asked.mix is not None:
             try:
                 mixed = self._catalog.profile(shape.fingerprint, asked.mix, phase)
             except RequestError as error:
-                return compare_page(shape, phase, sides, missing, matrix, missing_text(error))
+                mixed = missing_text(error)
         return compare_page(shape, phase, sides, missing, matrix, mixed)
 
     def _side(self, shape: ModelShape, name: str, days: int | None, phase: Phase) -> Side:

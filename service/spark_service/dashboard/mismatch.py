@@ -35,6 +35,11 @@ class MatrixCell(_View):
     excess: float
     """Above the lowest of the row."""
 
+    @property
+    def shade(self) -> int:
+        """How far above the lowest, from 0 to 5: each step twice as far, the first from one point on."""
+        return sum(self.excess >= 0.01 * 2**step for step in range(5))
+
 
 class MatrixRow(_View):
     """One workload that judges."""

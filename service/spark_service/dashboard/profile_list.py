@@ -76,12 +76,13 @@ def missing_row(
     shape: ModelShape, workload: str, phase: Phase, tally: Tally, window: Window, min_sessions: int
 ) -> ProfileRow:
     """The line of a workload that has sessions and no profile yet."""
-    calibration, held_out = (tally.n_sessions(side, window) for side in ("calibration", "held_out"))  # type: ignore[arg-type]
+    calibration, held_out = tally.n_sessions("calibration", window), tally.n_sessions("held_out", window)
     if calibration or held_out:
         more = max(1, min_sessions) - calibration
         missing = f"{counted(more, 'more calibration session')} needed ({calibration} of {max(1, min_sessions)})"
     else:
-        missing = f"no session with {phase} counts that counts now"
+        kind = "generated tokens" if phase == "decode" else "prompts"
+        missing = f"none of its sessions has counts of {kind} that count now"
     return ProfileRow(
         model=ModelName.of(shape),
         workload=workload,

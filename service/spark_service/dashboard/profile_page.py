@@ -12,6 +12,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from spark_runtime.calibration.evaluation import MIN_SESSIONS, VERDICT_RESIDENCY
+from spark_runtime.placement import floor_bytes, layer_sizes
 from spark_schemas.drift import Drift
 from spark_schemas.ids import Phase, Policy, Verdict
 from spark_schemas.mix import Mix
@@ -133,6 +134,8 @@ class ProfilePage(_View):
     curves: tuple[Curve, ...]
     curves_missing: str | None
     """In place of all curves from counts."""
+    floor_residency: float
+    """The least share of the experts' bytes that works; curves are level below it."""
     mixing: str | None
     """Of a mix, what it gains over each of its workloads' profile alone."""
     live_comparisons: tuple[LiveComparison, ...]
@@ -142,6 +145,18 @@ class ProfilePage(_View):
     layers: tuple[LayerRow, ...]
     claims: tuple[Claim, ...]
     warnings: tuple[str, ...]
+
+    @property
+    def drawn(self) -> tuple[Curve, ...]:
+        """Curves that have points."""
+        return tuple(curve for curve in self.curves if curve.points)
+
+    @property
+    def rows(self) -> list[tuple[float, list[CurveValue | None]]]:
+        """The points of :attr:`drawn` by residency, ``None`` where a curve has none there."""
+        columns = [{point.residency: point for point in curve.points} for curve in self.drawn]
+        residencies = sorted({residency for column in columns for residency in column})
+        return [(residency, [column.get(residency) for column in columns]) for residency in residencies]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +193,7 @@ def profile_page(profile: Profile, shape: ModelShape, shift: Shift | None, live:
         verdict=verdict_of(profile),
         curves=curves_of(profile, live),
         curves_missing=None if profile.curves else _no_curves(profile),
+        floor_residency=floor_bytes(layer_sizes(shape)) / shape.expert_bytes_total,
         mixing=_mixing(profile),
         live_comparisons=profile.live_comparisons,
         drift=profile.drift,
@@ -222,8 +238,8 @@ def _decided(verdict: Verdict, own: float, uniform: float, lru: float | None) ->
     cache = "" if lru is None else f", a cache that starts without a profile {percent(lru)}"
     if verdict == "profile":
         return (
-            f"{with_memory} it misses {percent(own)} of the selections in sessions it has never seen; the first "
-            f"experts in their place would miss {percent(uniform)}{cache}."
+            f"{with_memory} this profile misses {percent(own)} of the selections in sessions that it has never seen; "
+            f"the first experts in its place would miss {percent(uniform)}{cache}."
         )
     if verdict == "pin":
         return (

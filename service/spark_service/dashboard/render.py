@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from spark_service import version
 from spark_service.credentials import OPEN_ACTOR, Client
+from spark_service.dashboard import words
 from spark_service.dashboard.assets import Asset, Assets
 from spark_service.dashboard.forms import FIELD, FormGuard
 from spark_service.dashboard.logins import cookie_of, holder_of
@@ -66,6 +67,7 @@ class Renderer:
             has_asset=self._has,
             asset_url=lambda name: self._require(name).url,
             version=version(),
+            words=words,
         )
 
     def page(
@@ -83,6 +85,7 @@ class Renderer:
         html = self._environment.get_template(template).render(
             view=view,
             path=request.url.path,
+            query=request.url.query,
             client=client,
             is_open=client is not None and client.actor == OPEN_ACTOR,
             is_admin=client is not None and holds(client.grant, "admin"),

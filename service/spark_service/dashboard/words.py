@@ -32,10 +32,10 @@ CURVES: dict[Policy | LivePolicy, str] = {
     "own": "calibrated: this profile, placed once",
     "live_profile": "calibrated + ring: this profile in a cache, as agents ran it",
     "lru": "LRU: a cache without a profile, started empty",
-    "live_unprofiled": "a cache without a profile, as agents ran it",
+    "live_unprofiled": "ring alone: a cache without a profile, as agents ran it",
     "oracle": "oracle: the best that placing once could do",
-    "other": "other workloads' profiles, their mean",
-    "random": "any experts, mean of five draws",
+    "other": "other profiles: those of the other workloads, their mean",
+    "random": "random: any experts, the mean of five draws",
 }
 """What each curve is called."""
 VERDICTS: dict[Verdict | None, str] = {

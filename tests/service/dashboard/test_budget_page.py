@@ -142,3 +142,16 @@ def test_a_card_that_is_too_small_is_said_to_be(make: Any, profile: Profile) -> 
     page = ask(profile, shape, GPU.memory_bytes + 2**30)
     assert page.fits.startswith("Does not fit: 1.0 GiB more than the 24.0 GiB")
     assert ask(profile, shape, 2**31).fits.startswith("Leaves 22.0 GiB of the 24.0 GiB")
+
+
+def test_at_the_least_budget_the_rate_is_that_of_the_floor(make: Any, profile: Profile) -> None:
+    """Curves are level below the floor, which has more bytes than their first points say."""
+    shape = make.shape()
+    least, _, _ = budget_range(shape, 100)
+    page = ask(profile, shape, least)
+    floors = {one.policy: one.cold_hit_rate for one in profile.curves if one.residency == 0.1}
+    assert {one.policy: one.cold_hit_rate for one in page.rates} == {
+        policy: floors[policy] for policy in ("own", "lru", "uniform")
+    }
+    assert page.rows[0].vram_bytes == least
+    assert len({row.vram_bytes for row in page.rows}) == len(page.rows) < 10

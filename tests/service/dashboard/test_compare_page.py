@@ -27,7 +27,7 @@ def page_of(make: Any, sides: Any, missing: str | None = None, mixed: Any = None
 def test_each_side_is_judged_by_its_own_sessions(make: Any, two: Any) -> None:
     code, chat = two
     page = page_of(make, (Side(code, None), Side(chat, None)))
-    assert [side.label for side in page.sides] == ["code, as served now", "chat, as served now"]
+    assert [side.label for side in page.sides] == ["code", "chat"]
     assert [(side.n_calibration, side.n_held_out) for side in page.sides] == [(5, 5), (4, 4)]
     own = {one.residency: one.cold_hit_rate for one in chat.curves if one.policy == "own"}
     assert {row.residency: row.b.cold_hit_rate for row in page.rates} == own
@@ -47,7 +47,7 @@ def test_either_profile_on_the_others_sessions(make: Any, two: Any) -> None:
 def test_one_workload_in_two_windows(make: Any, two: Any) -> None:
     code, _ = two
     page = page_of(make, (Side(code, None), Side(code, 30)))
-    assert [side.label for side in page.sides] == ["code, as served now", "code, last 30 days"]
+    assert [side.label for side in page.sides] == ["code", "code, last 30 days"]
     assert page.crosses == ()
     assert "Both sides are of one workload" in page.crosses_missing
     assert page.difference.frequency_shift == 0

@@ -188,7 +188,7 @@
   });
   // What was swapped in below the picture: go there.
   document.addEventListener("htmx:after:swap", () => {
-    const layer = document.querySelector("#layer h3");
+    const layer = document.querySelector("#layer h2");
     if (!layer) return;
     layer.focus({ preventScroll: true });
     layer.scrollIntoView({ block: "nearest" });
