@@ -25,6 +25,9 @@
     tell();
     if (typeof htmx === "undefined") return;
     form.querySelector("[data-budget-submit]").hidden = true;
+    // The address is always that of what is shown, to be kept or sent to somebody.
+    const keepAddress = () => history.replaceState(null, "", `?${new URLSearchParams(new FormData(form))}`);
+    form.addEventListener("input", keepAddress);
     // Another model or context has another slider: a whole page.
     for (const choice of form.querySelectorAll("[data-reload]")) choice.addEventListener("change", () => form.submit());
   });
