@@ -14,7 +14,19 @@ from spark_service.dashboard.render import Renderer
 from spark_service.db.store import Store
 from spark_service.keyring import Keyring
 
-__all__ = ["Dashboard"]
+__all__ = ["Dashboard", "Rules"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the service was told about privacy, for people to read; zeros are what its settings mean by them."""
+
+    min_sessions: int = 1
+    window_days: int = 0
+    half_life_days: int = 0
+    retention_days: int = 0
+    segment_after_days: int | None = None
+    """``None`` where nobody moves old histograms into files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +42,25 @@ class Dashboard:
     guard: FormGuard
     assets: Assets
     refreshed: Refreshed
+    rules: Rules
     open_access: bool
 
     @classmethod
     def of(
-        cls, store: Store, catalog: Catalog, keyring: Keyring, credentials: Credentials, *, open_access: bool
+        cls,
+        store: Store,
+        catalog: Catalog,
+        keyring: Keyring,
+        credentials: Credentials,
+        rules: Rules,
+        *,
+        open_access: bool,
     ) -> Dashboard:
         """Read the assets and templates. :meth:`close` ends what works in the background."""
         assets, guard = Assets(), FormGuard()
         renderer = Renderer(assets, guard)
         logins, refreshed = Logins(credentials), Refreshed(store)
-        return cls(store, catalog, keyring, credentials, logins, renderer, guard, assets, refreshed, open_access)
+        return cls(store, catalog, keyring, credentials, logins, renderer, guard, assets, refreshed, rules, open_access)
 
     def close(self) -> None:
         """Before the store is closed."""

@@ -7,6 +7,7 @@ from fastapi import APIRouter, Request, Response
 from spark_service.dashboard.context import Dashboard
 from spark_service.dashboard.login import login_router
 from spark_service.dashboard.paths import STATIC
+from spark_service.dashboard.privacy import add_privacy
 from spark_service.dashboard.render import accepts_gzip
 from spark_service.dashboard.team import add_team
 from spark_service.errors import RequestError
@@ -14,7 +15,7 @@ from spark_service.rate_limit import Rates
 
 __all__ = ["dashboard_router"]
 
-_PAGES = (add_team,)
+_PAGES = (add_team, add_privacy)
 
 
 def dashboard_router(dashboard: Dashboard, rates: Rates) -> APIRouter:
