@@ -14,7 +14,7 @@ from spark_schemas.api import API_PREFIX
 from spark_service import tokens
 from spark_service.credentials import OPEN_ACTOR, Client, Credentials
 from spark_service.dashboard.logins import Logins, cookie_of
-from spark_service.dashboard.paths import LOGOUT, is_free, is_page
+from spark_service.dashboard.paths import LOGOUT, is_admin_page, is_free, is_page
 from spark_service.problems import problem_response
 from spark_service.rate_limit import RateLimiter, Rates, retry_after_seconds
 
@@ -113,7 +113,7 @@ def needed_scope(method: str, path: str) -> tokens.Scope | None:
         return None
     if path == LOGOUT:
         return None
-    if path == _ADMIN or path.startswith(f"{_ADMIN}/"):
+    if path == _ADMIN or path.startswith(f"{_ADMIN}/") or is_admin_page(path):
         return "admin"
     if method in ("GET", "HEAD"):
         return "read"

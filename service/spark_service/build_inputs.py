@@ -49,6 +49,10 @@ class BuildInputs:
         counted = self._counted(shape, phase)[0].get(workload)
         return counted.tally if counted is not None else _no_sessions(shape).tally
 
+    def tallies(self, shape: ModelShape, phase: Phase) -> dict[str, Tally]:
+        """All sessions by workload, whether or not traffic has changed since they came."""
+        return {workload: counted.tally for workload, counted in self._tallies.of(shape, phase).items()}
+
     def _counted(self, shape: ModelShape, phase: Phase) -> tuple[dict[str, Counted], dict[str, int]]:
         """Tallies by workload of the sessions that count, and from which day on they do where traffic has changed."""
         counted = self._tallies.of(shape, phase)

@@ -139,6 +139,10 @@ class Catalog:
             if (built := self._usual_profile(shape, workload, phase)) is not None
         )
 
+    def tallies(self, shape: ModelShape, phase: Phase) -> dict[str, Tally]:
+        """All sessions of a model by workload, for whoever tells how many there are."""
+        return self._inputs.tallies(shape, phase)
+
     def nearest(self, fingerprint: str, phase: Phase, session: SessionHistogram) -> NearestWorkloads:
         """Rank a model's workloads by the cold-hit rate of their profiles on one session, which is not kept.
 

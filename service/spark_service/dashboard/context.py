@@ -15,7 +15,19 @@ from spark_service.dashboard.render import Renderer
 from spark_service.db.store import Store
 from spark_service.keyring import Keyring
 
-__all__ = ["Dashboard"]
+__all__ = ["Dashboard", "Rules"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the service was told about privacy, for people to read; zeros are what its settings mean by them."""
+
+    min_sessions: int = 1
+    window_days: int = 0
+    half_life_days: int = 0
+    retention_days: int = 0
+    segment_after_days: int | None = None
+    """``None`` where nobody moves old histograms into files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +44,19 @@ class Dashboard:
     assets: Assets
     refreshed: Refreshed
     figures: Figures
+    rules: Rules
     open_access: bool
 
     @classmethod
     def of(
-        cls, store: Store, catalog: Catalog, keyring: Keyring, credentials: Credentials, *, open_access: bool
+        cls,
+        store: Store,
+        catalog: Catalog,
+        keyring: Keyring,
+        credentials: Credentials,
+        rules: Rules,
+        *,
+        open_access: bool,
     ) -> Dashboard:
         """Read the assets and templates. :meth:`close` ends what works in the background."""
         assets, guard = Assets(), FormGuard()
@@ -44,7 +64,18 @@ class Dashboard:
         logins, refreshed = Logins(credentials), Refreshed(store)
         figures = Figures(store, catalog, refreshed)
         return cls(
-            store, catalog, keyring, credentials, logins, renderer, guard, assets, refreshed, figures, open_access
+            store,
+            catalog,
+            keyring,
+            credentials,
+            logins,
+            renderer,
+            guard,
+            assets,
+            refreshed,
+            figures,
+            rules,
+            open_access,
         )
 
     def close(self) -> None:

@@ -112,6 +112,9 @@ class _Answer:
         self._problem = None
         request = Request(self._scope)
         response: Response
+        if not is_page(request.url.path):
+            # Whoever asks for no page is told the same, logged in or not: cookies count for pages alone.
+            problem = {"status": 404, "title": "Not Found", "detail": "There is no page at this address."}
         if problem["status"] == 401 and request.method in ("GET", "HEAD"):
             wanted = quote(request.url.path) + (f"?{request.url.query}" if request.url.query else "")
             response = RedirectResponse(LOGIN if wanted == "/" else f"{LOGIN}?{urlencode({'next': wanted})}", 303)

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-__all__ = ["LOGIN", "LOGOUT", "STATIC", "is_free", "is_page", "is_twin", "safe_next"]
+__all__ = [
+    "AUDIT",
+    "LOGIN",
+    "LOGOUT",
+    "PRIVACY",
+    "STATIC",
+    "TOKENS",
+    "is_admin_page",
+    "is_free",
+    "is_page",
+    "is_twin",
+    "safe_next",
+]
 
 LOGIN = "/login"
 LOGOUT = "/logout"
 STATIC = "/static"
+PRIVACY = "/privacy"
+AUDIT = f"{PRIVACY}/audit"
+TOKENS = f"{PRIVACY}/tokens"
 _TWIN = ".json"
 _TEAM = frozenset({"/", "/.json"})
 _PAGES = frozenset({"index", "budget", "compare", "login", "logout", "privacy", "profiles", "static"})
@@ -16,6 +31,11 @@ _PAGES = frozenset({"index", "budget", "compare", "login", "logout", "privacy", 
 def is_page(path: str) -> bool:
     """Whether a path belongs to the dashboard: pages, their ``.json`` twins, what they load."""
     return path in _TEAM or (path.startswith("/") and path.split("/", 2)[1].removesuffix(_TWIN) in _PAGES)
+
+
+def is_admin_page(path: str) -> bool:
+    """Pages that show what administrators alone may see."""
+    return path.removesuffix(_TWIN) in (AUDIT, TOKENS)
 
 
 def is_twin(path: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import gzip
+import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,8 @@ class Renderer:
             percent=lambda value, digits=1: f"{100 * value:.{digits}f}%",
             points=lambda value: f"{100 * value:+.1f}",
             size=size_text,
+            short=_short,
+            visible=_visible,
             day=day_text,
             moment=lambda value: f"{value:%Y-%m-%d %H:%M:%S} UTC",
             plural=_plural,
@@ -144,6 +147,22 @@ def size_text(n_bytes: float) -> str:
 def day_text(day: int | dt.date) -> str:
     """A date from itself or from days since 1970."""
     return (dt.date(1970, 1, 1) + dt.timedelta(days=day) if isinstance(day, int) else day).isoformat()
+
+
+def _short(count: int) -> str:
+    """A large count with three digits: 1.23 M."""
+    value, unit = float(count), 0
+    while abs(value) >= 999.5 and unit < 4:
+        value /= 1000
+        unit += 1
+    digits = 0 if unit == 0 or abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    return f"{value:.{digits}f} {('', 'k', 'M', 'G', 'T')[unit]}".rstrip()
+
+
+def _visible(text: str) -> str:
+    """Characters that show nothing and change how others are shown, as their numbers: no name may pass for another."""
+    hidden = ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
+    return "".join(f"⟨U+{ord(one):04X}⟩" if unicodedata.category(one) in hidden else one for one in text)
 
 
 def _plural(count: int, one: str, many: str | None = None) -> str:

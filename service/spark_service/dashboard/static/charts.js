@@ -38,9 +38,15 @@
     return `${value.toFixed(unit === 0 || Math.abs(value) >= 99.95 ? 0 : 1)} ${UNITS[unit]}`;
   };
   const short = (value) => {
-    const digits = value !== 0 && Math.abs(value) < 10 && !Number.isInteger(value) ? 1 : 0;
-    return new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: Math.max(digits, 1) }).format(value);
+    let scaled = value;
+    let unit = 0;
+    while (Math.abs(scaled) >= 999.5 && unit < 4) {
+      scaled /= 1000;
+      unit += 1;
+    }
+    return `${Number(scaled.toPrecision(3))} ${["", "k", "M", "G", "T"][unit]}`.trimEnd();
   };
+  const ofDay = new Intl.DateTimeFormat("en-GB", { day: "numeric", month: "short", timeZone: "UTC" });
   const WORDS = {
     percent: (value) => `${(100 * value).toFixed(1).replace(/\.0$/, "")}%`,
     count: short,
@@ -74,7 +80,7 @@
   };
 
   const draw = (figure) => {
-    const table = figure.querySelector("table:not(.u-legend)"); // not the legend of a chart that was drawn before
+    const table = figure.querySelector("details table"); // the legend is a table, too
     if (!table || !table.tBodies[0]?.rows.length || typeof uPlot === "undefined") return;
     figure.sparkChart?.destroy();
     figure.querySelector(".chart-area")?.remove();
@@ -131,7 +137,12 @@
         series: [{ label: columns[0].label, value: (_, value) => (value === null ? "–" : WORDS[xKind](value)) }, ...series],
         bands,
         axes: [
-          { ...axis, values: xKind === "day" ? undefined : (_, ticks) => ticks.map(WORDS[xKind]), space: 60 },
+          {
+            ...axis,
+            space: 64,
+            values: (_, ticks) => ticks.map(xKind === "day" ? (seconds) => ofDay.format(1000 * seconds) : WORDS[xKind]),
+            incrs: xKind === "day" ? [1, 2, 7, 14, 30, 91, 365].map((days) => days * DAY_SECONDS) : undefined,
+          },
           { ...axis, values: (_, ticks) => ticks.map(WORDS[yKind]), size: 60 },
         ],
         cursor: { drag: { x: false, y: false }, y: false },
