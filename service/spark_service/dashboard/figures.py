@@ -23,6 +23,7 @@ from spark_service.dashboard.profile_list import ProfileList, ProfileRow, missin
 from spark_service.dashboard.profile_page import LiveSessions, ProfilePage, profile_page
 from spark_service.dashboard.refreshed import Made, Refreshed
 from spark_service.dashboard.shift import Shift, shift_since
+from spark_service.dashboard.words import counted
 from spark_service.db.choices import shapes_by_use, workloads_by_use
 from spark_service.db.live import live_parts
 from spark_service.db.store import Store
@@ -79,8 +80,12 @@ def missing_text(error: RequestError) -> str:
     """Why stored sessions give no profile, as a page says it in its place. Raises any other error again."""
     if error.code not in _NO_PROFILE:
         raise error
-    sentences = [error.message, *([error.hint] if error.hint else [])]
-    return " ".join(f"{text[0].upper()}{text[1:]}." for text in sentences)
+    message = error.message
+    if error.code == "too_few_sessions" and error.found and error.expected:
+        name, found, needed = message.partition(":")[0], int(error.found), int(error.expected.split()[-1])
+        more = counted(needed - found, "more calibration session")
+        message = f"{name}: {more} needed ({found} of {needed})"
+    return f"{message}." + (f" {error.hint[0].upper()}{error.hint[1:]}." if error.hint else "")
 
 
 class Figures:

@@ -55,7 +55,7 @@ def test_a_side_of_too_few_sessions_says_how_many_more(pages: Any, make: Any) ->
     pages.add(make.sessions(make.shape(), 5, 5) + make.sessions(make.shape(), 1, 0, workload="chat"))
     page = pages.json("/compare.json")["page"]
     assert page["sides"] is None
-    assert "chat: found 1 calibration sessions, expected at least 3" in page["sides_missing"].lower()
+    assert "chat: 2 more calibration sessions needed (1 of 3)." in page["sides_missing"]
     assert "These two cannot be put side by side" in pages.html("/compare")
 
 

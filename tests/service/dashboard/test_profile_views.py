@@ -41,7 +41,7 @@ def test_one_session_is_no_profile_and_the_rest_is_counted(pages: Any, make: Any
     assert row["missing"] == "2 more calibration sessions needed (1 of 3)"
     shown = pages.json(place(make, ending=".json"))
     assert shown["page"] is None
-    assert "found 1 calibration sessions, expected at least 3" in shown["missing"]
+    assert "code: 2 more calibration sessions needed (1 of 3)." in shown["missing"]
     html = pages.html(place(make))
     assert "No profile yet" in html
     assert "<canvas" not in html
