@@ -74,6 +74,16 @@ class Catalog:
         self._building = threading.Lock()
         self._general = GeneralHints()
 
+    @property
+    def windows(self) -> Windows:
+        """The service's own window, and those that readers may choose."""
+        return self._windows
+
+    @property
+    def min_sessions(self) -> int:
+        """Fewest calibration sessions of a profile that is given to anybody."""
+        return self._min_sessions
+
     def profile(
         self,
         fingerprint: str,
@@ -140,6 +150,19 @@ class Catalog:
         """
         shape = self._require_model(fingerprint, None, session.workload)
         return rank_workloads(shape, phase, session, self._known_profiles(shape, phase))
+
+    def profiles(self, fingerprint: str, phase: Phase) -> dict[str, Profile]:
+        """Every profile of a model by workload, in the service's own window; those of too few sessions are absent."""
+        shape = self._shape(fingerprint)
+        drift = self._drift(fingerprint)
+        return {
+            name: profile.model_copy(update={"drift": drift[name]}) if name in drift else profile
+            for name, profile in self._known_profiles(shape, phase).items()
+        }
+
+    def tally(self, fingerprint: str, workload: str, phase: Phase) -> Tally:
+        """The sessions of one workload of a known model that count now, by side of the split and day."""
+        return self._inputs.tally(self._shape(fingerprint), workload, phase)
 
     def _known_profiles(self, shape: ModelShape, phase: Phase) -> dict[str, Profile]:
         names = self._store.workloads(shape.fingerprint)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from spark_service.catalog import Catalog
 from spark_service.credentials import Credentials
 from spark_service.dashboard.assets import Assets
+from spark_service.dashboard.figures import Figures
 from spark_service.dashboard.forms import FormGuard
 from spark_service.dashboard.logins import Logins
 from spark_service.dashboard.refreshed import Refreshed
@@ -43,6 +44,7 @@ class Dashboard:
     assets: Assets
     refreshed: Refreshed
     rules: Rules
+    figures: Figures
     open_access: bool
 
     @classmethod
@@ -60,7 +62,21 @@ class Dashboard:
         assets, guard = Assets(), FormGuard()
         renderer = Renderer(assets, guard)
         logins, refreshed = Logins(credentials), Refreshed(store)
-        return cls(store, catalog, keyring, credentials, logins, renderer, guard, assets, refreshed, rules, open_access)
+        figures = Figures(store, catalog, refreshed)
+        return cls(
+            store,
+            catalog,
+            keyring,
+            credentials,
+            logins,
+            renderer,
+            guard,
+            assets,
+            refreshed,
+            rules,
+            figures,
+            open_access,
+        )
 
     def close(self) -> None:
         """Before the store is closed."""

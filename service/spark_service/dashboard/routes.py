@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
+from spark_service.dashboard.budget_views import add_budget
+from spark_service.dashboard.compare_views import add_compare
 from spark_service.dashboard.context import Dashboard
 from spark_service.dashboard.login import login_router
 from spark_service.dashboard.paths import STATIC
 from spark_service.dashboard.privacy import add_privacy
+from spark_service.dashboard.profile_views import add_profiles
 from spark_service.dashboard.render import accepts_gzip
 from spark_service.dashboard.team import add_team
 from spark_service.errors import RequestError
@@ -15,7 +18,7 @@ from spark_service.rate_limit import Rates
 
 __all__ = ["dashboard_router"]
 
-_PAGES = (add_team, add_privacy)
+_PAGES = (add_team, add_profiles, add_compare, add_budget, add_privacy)
 
 
 def dashboard_router(dashboard: Dashboard, rates: Rates) -> APIRouter:

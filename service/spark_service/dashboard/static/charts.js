@@ -9,7 +9,8 @@
 //
 // data-value is a number: days since 1970, shares from 0 to 1, bytes. A cell without it is a gap. Columns with
 // data-low-of and data-high-of are the interval of the series in that column (from 1). data-color="1".."8" on a
-// heading picks a colour, data-dash draws a dashed line, data-hide leaves a column out of the chart.
+// heading picks a colour, data-dash draws a dashed line, data-hide leaves a column out of the chart, data-span draws
+// the line over gaps.
 "use strict";
 (() => {
   const DAY_SECONDS = 86400;
@@ -62,6 +63,7 @@
       colour: Number(cell.dataset.color ?? 0),
       dash: "dash" in cell.dataset,
       hide: "hide" in cell.dataset,
+      span: "span" in cell.dataset,
       values: [],
     }));
     for (const row of table.tBodies[0].rows) {
@@ -78,7 +80,7 @@
   };
 
   const draw = (figure) => {
-    const table = figure.querySelector("details table"); // the legend is a table, too
+    const table = figure.querySelector("table:not(.u-legend)"); // not the legend of a chart that was drawn before
     if (!table || !table.tBodies[0]?.rows.length || typeof uPlot === "undefined") return;
     figure.sparkChart?.destroy();
     figure.querySelector(".chart-area")?.remove();
@@ -101,7 +103,7 @@
         label: column.label,
         stroke,
         width: 2,
-        spanGaps: false,
+        spanGaps: column.span,
         dash: column.dash ? [6, 4] : undefined,
         fill: kind === "bars" ? faded(stroke, 0.55) : undefined,
         paths: kind === "bars" ? uPlot.paths.bars({ size: [0.7, 40], align: 0 }) : undefined,
