@@ -43,8 +43,8 @@ class Dashboard:
     guard: FormGuard
     assets: Assets
     refreshed: Refreshed
-    figures: Figures
     rules: Rules
+    figures: Figures
     open_access: bool
 
     @classmethod
@@ -73,8 +73,8 @@ class Dashboard:
             guard,
             assets,
             refreshed,
-            figures,
             rules,
+            figures,
             open_access,
         )
 

@@ -23,7 +23,7 @@ from spark_service.dashboard.forms import FIELD, FormGuard
 from spark_service.dashboard.logins import cookie_of, holder_of
 from spark_service.tokens import holds
 
-__all__ = ["Renderer", "accepts_gzip", "day_text", "size_text"]
+__all__ = ["Renderer", "accepts_gzip", "day_text", "size_text", "visible_text"]
 
 _TEMPLATES = Path(__file__).with_name("templates")
 _GZIP_LEVEL = 5
@@ -59,7 +59,7 @@ class Renderer:
             points=lambda value: f"{100 * value:+.1f}",
             size=size_text,
             short=_short,
-            visible=_visible,
+            visible=visible_text,
             day=day_text,
             moment=lambda value: f"{value:%Y-%m-%d %H:%M:%S} UTC",
             plural=_plural,
@@ -159,7 +159,7 @@ def _short(count: int) -> str:
     return f"{value:.{digits}f} {('', 'k', 'M', 'G', 'T')[unit]}".rstrip()
 
 
-def _visible(text: str) -> str:
+def visible_text(text: str) -> str:
     """Characters that show nothing and change how others are shown, as their numbers: no name may pass for another."""
     hidden = ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
     return "".join(f"⟨U+{ord(one):04X}⟩" if unicodedata.category(one) in hidden else one for one in text)

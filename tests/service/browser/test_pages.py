@@ -13,8 +13,15 @@ from axe_playwright_python.sync_playwright import Axe
 pytestmark = pytest.mark.browser
 
 SCREENSHOTS = Path(__file__).with_name("screenshots")
-PAGES = ("/", "/privacy", "/privacy/audit", "/privacy/tokens", "/login")
-STATES = ("empty", "one", "many", "hostile")
+PAGES = ("/", "/profiles", "/compare", "/budget", "/privacy", "/privacy/audit", "/privacy/tokens")
+MODEL = "/profiles/mf1-" + "0" * 31 + "1"
+OF_STATE = {
+    "empty": ("/login", "/nothing-here"),
+    "one": (f"{MODEL}/code",),
+    "many": (f"{MODEL}/code-heavy", f"{MODEL}/code-heavy/layers/1", f"{MODEL}/review", f"{MODEL}/flat"),
+    "hostile": (f"{MODEL}/x", f"{MODEL}/a" + "-very" * 12 + "-z"),
+}
+STATES = tuple(OF_STATE)
 LOOKS = {
     "light": {"color_scheme": "light"},
     "dark": {"color_scheme": "dark"},
@@ -35,9 +42,10 @@ def screenshot(page: Any, name: str) -> None:
 @pytest.mark.parametrize(("state", "look"), [*itertools.product(STATES, LOOKS)])
 def test_every_page(sites: Callable[..., Any], watch: Callable[..., Any], state: str, look: str) -> None:
     watched = watch(sites(state), **LOOKS[look])
-    for path in PAGES:
+    for path in (*PAGES, *OF_STATE[state]):
         watched.open(path)
-        screenshot(watched.page, f"{path.replace('/', '-').strip('-') or 'team'}-{state}-{look}")
+        name = path.replace(MODEL, "profile").replace("/", "-").strip("-")[:40] or "team"
+        screenshot(watched.page, f"{name}-{state}-{look}")
         assert violations(watched.page) == [], path
         # Nothing reaches over the edge: wide tables scroll in themselves.
         assert watched.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), path
@@ -47,7 +55,7 @@ def test_every_page(sites: Callable[..., Any], watch: Callable[..., Any], state:
 @pytest.mark.parametrize("state", STATES)
 def test_without_scripts(sites: Callable[..., Any], watch: Callable[..., Any], state: str) -> None:
     watched = watch(sites(state), java_script_enabled=False)
-    for path in PAGES:
+    for path in (*PAGES, *OF_STATE[state]):
         watched.open(path)
         assert watched.page.locator("h1").is_visible()
         for table in watched.page.locator("table").all():

@@ -81,7 +81,7 @@
   };
 
   const draw = (figure) => {
-    const table = figure.querySelector("details table"); // the legend is a table, too
+    const table = figure.querySelector("table:not(.u-legend)"); // not the legend of a chart that was drawn before
     if (!table || !table.tBodies[0]?.rows.length || typeof uPlot === "undefined") return;
     figure.sparkChart?.destroy();
     figure.querySelector(".chart-area")?.remove();
