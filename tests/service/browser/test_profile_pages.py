@@ -237,9 +237,8 @@ def test_a_large_model_is_small_on_the_wire(serving: Callable[..., Any], watch: 
     path = f"/profiles/{make.fingerprint}/code"
     watched.open(path)
     sent: list[Any] = []
-    watched.page.on("requestfinished", sent.append)
     cold = watched.page.context.browser.new_context(viewport={"width": 1280, "height": 900}).new_page()
-    cold.on("requestfinished", sent.append)
+    cold.on("requestfinished", lambda one: sent.append(one))
     cold.goto(watched.site.url + path, wait_until="networkidle")
     total = sum(one.sizes()["responseBodySize"] + one.sizes()["responseHeadersSize"] for one in sent)
     cold.screenshot(path=SCREENSHOTS / "profile-large-light.png", full_page=True)
