@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from spark_runtime.calibration.tally import Window
 from spark_runtime.placement import layer_sizes
 from spark_schemas.ids import Phase
 from spark_schemas.mix import Mix, MixError
@@ -23,7 +22,7 @@ from spark_service.dashboard.profile_list import ProfileList, ProfileRow, missin
 from spark_service.dashboard.profile_page import LiveSessions, ProfilePage, profile_page
 from spark_service.dashboard.refreshed import Made, Refreshed
 from spark_service.dashboard.shift import Shift, shift_since
-from spark_service.dashboard.words import counted
+from spark_service.dashboard.words import counted, day
 from spark_service.db.choices import shapes_by_use, workloads_by_use
 from spark_service.db.live import live_parts
 from spark_service.db.store import Store
@@ -31,7 +30,7 @@ from spark_service.errors import RequestError
 from spark_service.ingest import excerpt
 from spark_service.live import sessions_measured
 
-__all__ = ["Comparison", "Figures", "ProfileFigures", "canonical_name", "missing_text"]
+__all__ = ["Comparison", "Figures", "Period", "ProfileFigures", "canonical_name", "missing_text", "period_label"]
 
 _NO_PROFILE = frozenset({"no_calibration_sessions", "too_few_sessions", "too_many_builds"})
 SINCE_DAYS = 7
@@ -49,14 +48,31 @@ class ProfileFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class Period:
+    """Which sessions: those of the last ``days``, or all but those; without days as they are served now."""
+
+    days: int | None = None
+    is_before: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Comparison:
-    """What a comparison is asked of: workloads, and of each the last so many days (``None``: as served now)."""
+    """What a comparison is asked of: two workloads, each with a period, and perhaps a mix."""
 
     a: str
-    a_days: int | None
+    a_period: Period
     b: str
-    b_days: int | None
+    b_period: Period
     mix: str | None = None
+
+
+def period_label(period: Period) -> str:
+    """What a period is called."""
+    if period.days is None:
+        return "as served now"
+    if period.is_before:
+        return f"as it was {period.days} days ago"
+    return "all sessions" if period.days == 0 else f"last {period.days} days"
 
 
 def canonical_name(text: str, field: str) -> str:
@@ -203,8 +219,8 @@ class Figures:
         if asked is not None:
             try:
                 sides = (
-                    self._side(shape, asked.a, asked.a_days, phase),
-                    self._side(shape, asked.b, asked.b_days, phase),
+                    self._side(shape, asked.a, asked.a_period, phase),
+                    self._side(shape, asked.b, asked.b_period, phase),
                 )
                 missing = None
             except RequestError as error:
@@ -216,7 +232,12 @@ class Figures:
                 mixed = missing_text(error)
         return compare_page(shape, phase, sides, missing, matrix, mixed)
 
-    def _side(self, shape: ModelShape, name: str, days: int | None, phase: Phase) -> Side:
-        window: Window | None = None if days is None else self._windows.chosen(days, None)
+    def _side(self, shape: ModelShape, name: str, period: Period, phase: Phase) -> Side:
+        if period.days is None:
+            return Side(self._catalog.profile(shape.fingerprint, name, phase))
+        if period.is_before:
+            until = self._windows.today() - period.days
+            return Side(self._catalog.profile_as_of(shape.fingerprint, name, phase, until), f"as of {day(until)}")
+        window = self._windows.chosen(period.days, None)
         profile = self._catalog.profile(shape.fingerprint, name, phase, window=window)
-        return Side(profile, None if window is None else days)
+        return Side(profile, None if window is None else period_label(period))
