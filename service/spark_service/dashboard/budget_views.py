@@ -27,7 +27,7 @@ from spark_service.dashboard.profile_page import ModelName
 from spark_service.errors import RequestError
 from spark_service.ingest import excerpt
 
-__all__ = ["BudgetShown", "GpuChoice", "add_budget"]
+__all__ = ["BudgetQuery", "BudgetShown", "GpuChoice", "add_budget"]
 
 DEFAULT_GPU = "rtx-4090"
 _CONTEXTS = tuple(2**power for power in range(11, 21))

@@ -18,7 +18,7 @@ from spark_service.dashboard.profile_page import ModelName, VerdictView, verdict
 from spark_service.dashboard.shift import ShiftSize, between
 from spark_service.dashboard.words import counted, interval, percent, points
 
-__all__ = ["Cell", "ComparePage", "Cross", "RateRow", "Side", "SideView", "compare_page"]
+__all__ = ["Cell", "ComparePage", "Cross", "MixRate", "MixView", "RateRow", "Side", "SideView", "compare_page"]
 
 
 class _View(BaseModel):
