@@ -14,7 +14,9 @@ from spark_schemas.ids import Phase
 from spark_schemas.mix import Mix, MixError
 from spark_schemas.model import ModelShape
 from spark_schemas.profile import Profile
+from spark_service.answers import ByteCache
 from spark_service.catalog import Catalog
+from spark_service.dashboard.budget_page import BudgetPage, Question, budget_page
 from spark_service.dashboard.compare_page import ComparePage, Side, compare_page
 from spark_service.dashboard.heat_map import HeatMap, heat_map
 from spark_service.dashboard.mismatch import mismatch_matrix
@@ -33,6 +35,8 @@ from spark_service.live import sessions_measured
 __all__ = ["Comparison", "Figures", "Period", "ProfileFigures", "canonical_name", "missing_text", "period_label"]
 
 _NO_PROFILE = frozenset({"no_calibration_sessions", "too_few_sessions", "too_many_builds"})
+BUDGETS_BYTES, BUDGET_BYTES = 8 * 2**20, 16 * 2**10
+"""What answers about budgets may take together, and what one takes at most."""
 SINCE_DAYS = 7
 """How far back "since last week" looks."""
 
@@ -113,6 +117,7 @@ class Figures:
         self._refreshed = refreshed
         self._windows = catalog.windows
         self._min_sessions = catalog.min_sessions
+        self._budgets: ByteCache[tuple[str, str, Question], BudgetPage] = ByteCache(BUDGETS_BYTES)
 
     def models(self) -> list[ModelShape]:
         """Models that have sessions, the busiest first."""
@@ -162,6 +167,15 @@ class Figures:
         shape = self.model(fingerprint)
         self.require_workloads(fingerprint, name)
         return self._refreshed.get(("profile", fingerprint, name, phase), lambda: self._profile(shape, name, phase))
+
+    def budget(self, found: ProfileFigures, asked: Question) -> BudgetPage:
+        """What a budget would give; a revision's answer to a question is found again."""
+        key = (found.profile.fingerprint, found.profile.revision, asked)
+        page = self._budgets.get(key)
+        if page is None:
+            page = budget_page(found.profile, found.shape, asked)
+            self._budgets.put(key, page, BUDGET_BYTES)
+        return page
 
     def profiles(self, phase: Phase) -> Made[ProfileList] | None:
         """Every workload of every model in a line; ``None`` while they are being built."""
