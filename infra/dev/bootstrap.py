@@ -1,10 +1,11 @@
 """Make the clone's virtual environment: `make setup`. Needs nothing but Python and a compiler.
 
-The environment is made in three steps, each with a key over what it depends on:
+The environment is made in four steps, each with a key over what it depends on:
 
     environment  the venv with every locked package   (Python, the lock, the venv's place)
     llama        llama-cpp-python from the wheel cache (see llama_wheel.py), with llama.cpp's headers
     project      this project, editable               (pyproject.toml, the clone's place)
+    assets       what the dashboard's pages load (see web_assets.py), which may fail (its lock, the clone's place)
 
 A step's key is written to a stamp file in the venv after the step, and removed, with those of the later steps, before
 it. So a second run with nothing to do only compares keys, and an interrupted run is seen: a venv without the key of
@@ -28,20 +29,21 @@ import json
 import os
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 
 from llama_headers import HEADERS, PLACE, place_headers
 from llama_wheel import LlamaWheel
 from setup_console import SetupError, StepReader, clear_folder, exclusive, run_logged, say
+from web_assets import WebAssets, place_if_possible
 
 ROOT = Path(__file__).resolve().parents[2]
 STAMP = "spark-setup.json"
 STAMP_NEW = "spark-setup.json.new"
 LOCK = "spark-setup.lock"
 LOG = "spark-setup.log"
-STEPS = ("environment", "llama", "project")
+STEPS = ("environment", "llama", "project", "assets")
 
 #: Settings that would send pip elsewhere than into our venv, or Python to modules that are not in it.
 REMOVED_VARIABLES = (
@@ -61,7 +63,7 @@ def digest(*parts: str) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]
 
 
-def wanted_keys(root: Path, venv: Path, wheel_key: str, python: str) -> dict[str, str]:
+def wanted_keys(root: Path, venv: Path, wheel_key: str, assets_key: str, python: str) -> dict[str, str]:
     """Return the key that each step must have."""
     lock = (root / "infra/lock/requirements.txt").read_text(encoding="utf-8")
     project = (root / "pyproject.toml").read_text(encoding="utf-8")
@@ -70,6 +72,7 @@ def wanted_keys(root: Path, venv: Path, wheel_key: str, python: str) -> dict[str
         "environment": digest(python, str(venv), lock),
         "llama": digest(wheel_key, PLACE, *HEADERS),
         "project": digest(str(root), project),
+        "assets": digest(str(root), assets_key),
     }
 
 
@@ -82,6 +85,11 @@ def read_stamp(venv: Path) -> dict[str, str]:
     except (FileNotFoundError, ValueError):
         return {}
     return {str(step): str(key) for step, key in stamp.items()} if isinstance(stamp, dict) else {}
+
+
+def current_steps(venv: Path, assets: WebAssets) -> dict[str, str]:
+    """Return the keys of the steps that are done and still hold: assets lie in the clone, where git may clean."""
+    return {step: key for step, key in read_stamp(venv).items() if step != "assets" or assets.in_place()}
 
 
 def write_stamp(venv: Path, keys: Mapping[str, str]) -> None:
@@ -152,10 +160,11 @@ def package_counter(total: int) -> StepReader:
 class Setup:
     """The steps that make the virtual environment."""
 
-    def __init__(self, root: Path, venv: Path, wheel: LlamaWheel) -> None:
+    def __init__(self, root: Path, venv: Path, wheel: LlamaWheel, assets: WebAssets) -> None:
         self._root = root
         self._venv = venv
         self._wheel = wheel
+        self._assets = assets
         self._environment = child_environment()
         self._lock_descriptor = -1
 
@@ -166,14 +175,19 @@ class Setup:
         self._wheel.require_compilers()
         self._venv.mkdir(parents=True, exist_ok=True)
         with exclusive(self._venv / LOCK, f"setting up {self._venv}") as self._lock_descriptor:
-            done = read_stamp(self._venv)  # again: another process may just have finished
+            done = current_steps(self._venv, self._assets)  # again: another process may just have finished
             steps = missing_steps(done, wanted)
             done = {step: key for step, key in done.items() if step not in steps}
             write_stamp(self._venv, done)
+            make: dict[str, Callable[[], bool | None]] = {
+                "environment": self._make_environment,
+                "llama": self._make_llama,
+                "project": self._make_project,
+                "assets": self._make_assets,
+            }
             for step in steps:
-                {"environment": self._make_environment, "llama": self._make_llama, "project": self._make_project}[
-                    step
-                ]()
+                if make[step]() is False:
+                    continue  # could not be done, and is not needed: the next run tries again
                 done[step] = wanted[step]
                 write_stamp(self._venv, done)
 
@@ -210,6 +224,9 @@ class Setup:
         arguments = ("--no-deps", "--no-index", "--no-build-isolation", "--force-reinstall", "-e", str(self._root))
         self._pip("installing the project, editable", *arguments)
 
+    def _make_assets(self) -> bool:
+        return place_if_possible(self._assets, Path(self._python), self._environment, self._lock_descriptor)
+
     def _pip(self, label: str, *arguments: str, read_step: StepReader | None = None) -> None:
         self._run(label, self._python, "-m", "pip", "install", *arguments, read_step=read_step)
 
@@ -243,10 +260,11 @@ def main() -> int:
         signal.signal(signal.SIGINT, stop)
     try:
         wheel = LlamaWheel(ROOT)
+        assets = WebAssets(ROOT)
         venv = venv_folder(ROOT)
-        wanted = wanted_keys(ROOT, venv, wheel.key, sys.implementation.cache_tag)
-        if missing_steps(read_stamp(venv), wanted):
-            Setup(ROOT, venv, wheel).run(wanted)
+        wanted = wanted_keys(ROOT, venv, wheel.key, assets.key, sys.implementation.cache_tag)
+        if missing_steps(current_steps(venv, assets), wanted):
+            Setup(ROOT, venv, wheel, assets).run(wanted)
             say(f"ready: {venv}")
     except SetupError as error:
         print(f"error: {error}", *([f"hint: {error.hint}"] if error.hint else []), sep="\n", file=sys.stderr)

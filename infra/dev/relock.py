@@ -41,7 +41,7 @@ def compile_lock(uv: Path, output: str, sources: list[str], *options: str, text:
 
 
 def main() -> int:
-    """Install the pinned uv in a temporary venv and resolve the three lock files."""
+    """Install the pinned uv in a temporary venv and resolve the lock files."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--upgrade", action="store_true", help="take the newest releases that pyproject.toml allows")
     upgrade = ["--upgrade"] if parser.parse_args().upgrade else []
@@ -53,6 +53,7 @@ def main() -> int:
         everything = ["--extra", "all", "--extra", "ray", "--group", "dev", "--no-emit-package", LLAMA]
         compile_lock(uv, "infra/lock/requirements.txt", ["pyproject.toml"], *everything, *upgrade)
         compile_lock(uv, "infra/lock/build.txt", ["infra/lock/build.in"], *upgrade)
+        compile_lock(uv, "infra/lock/npm.txt", ["infra/lock/npm.in"], *upgrade)
         # Of this one only the source archive is locked: it is built here, for the machine's own processor.
         options = ["--no-deps", "--no-binary", LLAMA, "--no-annotate"]
         compile_lock(uv, f"infra/lock/{LLAMA}.txt", ["-"], *options, text=llama_requirement(project) + "\n")

@@ -13,7 +13,8 @@ from starlette.requests import ClientDisconnect
 from spark_schemas.api import API_PREFIX
 from spark_schemas.ids import MAX_COUNT
 from spark_service import env
-from spark_service.auth import OPEN_ACTOR, actor_of
+from spark_service.auth import actor_of
+from spark_service.credentials import OPEN_ACTOR
 from spark_service.db.audit import AuditPage, entries_after
 from spark_service.db.store import Store
 from spark_service.errors import RequestError

@@ -24,6 +24,10 @@ from spark_service.auth import Gate, actor_of
 from spark_service.backup_routes import add_backups
 from spark_service.canonical import read_upload
 from spark_service.catalog import Catalog
+from spark_service.credentials import Credentials
+from spark_service.dashboard.context import Dashboard, Rules
+from spark_service.dashboard.middleware import PageAnswers
+from spark_service.dashboard.routes import dashboard_router
 from spark_service.db.batch import KeyedUpload
 from spark_service.db.history import ManifestHistory
 from spark_service.db.migrate import available
@@ -89,6 +93,7 @@ def create_app(
     windows: Windows | None = None,
     min_sessions: int = 1,
     retention_days: int = 0,
+    segment_after_days: int | None = None,
 ) -> FastAPI:
     """Make the API over an open store, which stays the caller's to close.
 
@@ -96,6 +101,8 @@ def create_app(
     ``key_dir`` holds the key that signs manifests, by default the database's folder. ``executor`` builds profiles, from
     all sessions unless ``windows`` say otherwise; one of fewer calibration sessions than ``min_sessions`` is given to
     nobody. ``retention_days`` is what an administrator's retention keeps unless told otherwise; 0 is everything.
+    ``segment_after_days`` is only told to people: whoever opened the store moves old histograms into files.
+    ``app.state.dashboard.close()`` comes before closing the store.
     """
     windows = windows or Windows()
     catalog = Catalog(store, executor=executor, windows=windows, min_sessions=min_sessions)
@@ -117,7 +124,14 @@ def create_app(
     problems.install(app)
     # Added first, so innermost: what decides who may ask comes before it.
     app.add_middleware(ReadyAnswers, cache=answers, prefix=f"{API_PREFIX}/")
-    app.add_middleware(Gate, keyring=keyring, token=token, open_access=open_access, rates=rates)
+    rates = rates or Rates()
+    credentials = Credentials(keyring, token)
+    own = windows.own()
+    rules = Rules(min_sessions, own.days, int(own.half_life_days), retention_days, segment_after_days)
+    dashboard = Dashboard.of(store, catalog, keyring, credentials, rules, open_access=open_access)
+    app.state.dashboard = dashboard
+    app.add_middleware(Gate, credentials=credentials, logins=dashboard.logins, open_access=open_access, rates=rates)
+    app.add_middleware(PageAnswers, renderer=dashboard.renderer)
     _add_probes(app, store)
     _add_writes(app, store, limits or BodyLimits())
     services = ManifestServices(catalog, served, signer, answers, limits or BodyLimits(), windows)
@@ -125,6 +139,7 @@ def create_app(
     app.include_router(drift_router(store))
     add_admin(app, store, keyring, retention_days=retention_days)
     add_backups(app, store)
+    app.include_router(dashboard_router(dashboard, rates))
     install_document(app)
     return app
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
-from dataclasses import dataclass
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -14,14 +12,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from spark_schemas.api import API_PREFIX
 from spark_service import tokens
-from spark_service.keyring import Keyring
+from spark_service.credentials import OPEN_ACTOR, Client, Credentials
+from spark_service.dashboard.logins import Logins, cookie_of
+from spark_service.dashboard.paths import LOGOUT, is_admin_page, is_free, is_page
 from spark_service.problems import problem_response
 from spark_service.rate_limit import RateLimiter, Rates, retry_after_seconds
 
-__all__ = ["ENVIRONMENT_ACTOR", "OPEN_ACTOR", "UPLOAD_PATHS", "Gate", "actor_of", "add_security", "needed_scope"]
-
-ENVIRONMENT_ACTOR = "environment"
-OPEN_ACTOR = "open"
+__all__ = ["UPLOAD_PATHS", "Gate", "actor_of", "add_security", "address_of", "client_of", "needed_scope"]
 
 UPLOAD_PATHS = frozenset({f"{API_PREFIX}/histograms"})
 """What agents post; any other change is an administrator's."""
@@ -34,29 +31,26 @@ _IPV6_PREFIX = 64
 """Bits that one network's hosts share: a single host has all addresses below."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Client:
-    """Who sent a request. ``key`` names its buckets, ``actor`` its entries in the audit log."""
-
-    actor: str
-    key: str
-    grant: tokens.Grant
-
-
 class Gate:
     """ASGI middleware: 401 without a valid token, 403 beyond its scope, 429 above its rate; ``/healthz`` stays free.
 
+    The dashboard's pages take the cookie of a login in place of a token; what a browser needs to log in is free, too.
     Without tokens (``open_access``) everybody is an administrator, and rates go by address.
     """
 
     def __init__(
-        self, app: ASGIApp, *, keyring: Keyring, token: str | None, open_access: bool, rates: Rates | None = None
+        self,
+        app: ASGIApp,
+        *,
+        credentials: Credentials,
+        logins: Logins,
+        open_access: bool,
+        rates: Rates | None = None,
     ) -> None:
-        """``token`` is one with admin scope from outside the database."""
         rates = rates or Rates()
         self._app = app
-        self._keyring = keyring
-        self._token = None if token is None else token.encode()
+        self._credentials = credentials
+        self._logins = logins
         self._open_access = open_access
         self._reads = RateLimiter(rates.reads)
         self._uploads = RateLimiter(rates.uploads)
@@ -72,9 +66,14 @@ class Gate:
         await self._app(scope, receive, send)
 
     def _answer(self, scope: Scope) -> Response | None:
+        if is_free(scope["path"]):
+            wait_ns = self._reads.take(address_of(scope))
+            return _slow_down(wait_ns, "reads") if wait_ns else None
         client = self._client(scope)
         if client is None:
-            wait_ns = self._failures.take(_address(scope))
+            # A browser that was not logged in yet has guessed nothing: it is sent to the login.
+            guessed = not is_page(scope["path"]) or "authorization" in Headers(scope=scope)
+            wait_ns = (self._failures if guessed else self._reads).take(address_of(scope))
             return _slow_down(wait_ns, "requests without a valid token") if wait_ns else _unauthorized()
         reads = scope["method"] in ("GET", "HEAD")
         wait_ns = (self._reads if reads else self._uploads).take(client.key)
@@ -83,36 +82,38 @@ class Gate:
         needed = needed_scope(scope["method"], scope["path"])
         if needed is not None and not tokens.holds(client.grant, needed):
             return _forbidden(client.grant, needed)
-        scope.setdefault("state", {})["actor"] = client.actor
+        scope.setdefault("state", {})["client"] = client
         return None
 
-    def _client(self, scope: Scope) -> _Client | None:
+    def _client(self, scope: Scope) -> Client | None:
         if self._open_access:
-            return _Client(OPEN_ACTOR, _address(scope), "admin")
-        scheme, _, credentials = Headers(scope=scope).get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
-            return None
-        credentials = credentials.strip()
-        token = self._keyring.authenticate(credentials)
-        if token is not None:
-            return _Client(token.token_id, token.token_id, token.scope)
-        # Bytes: compare_digest refuses non-ASCII text. Its time does not tell how much of a guess was right.
-        if self._token is not None and hmac.compare_digest(credentials.encode(), self._token):
-            return _Client(ENVIRONMENT_ACTOR, ENVIRONMENT_ACTOR, "admin")
-        return None
+            return Client(OPEN_ACTOR, address_of(scope), "admin")
+        authorization = Headers(scope=scope).get("authorization")
+        if authorization is None and is_page(scope["path"]):
+            cookie = cookie_of(Request(scope))
+            return None if cookie is None else self._logins.find(cookie)
+        scheme, _, text = (authorization or "").partition(" ")
+        return self._credentials.authenticate(text.strip()) if scheme.lower() == "bearer" else None
 
 
 def actor_of(request: Request) -> str:
     """Whom the audit log names for a request that the gate let through."""
-    actor: str = request.state.actor
-    return actor
+    return client_of(request).actor
+
+
+def client_of(request: Request) -> Client:
+    """Who sent a request that the gate let through."""
+    client: Client = request.state.client
+    return client
 
 
 def needed_scope(method: str, path: str) -> tokens.Scope | None:
     """The scope that a request needs, None where any will do. What nobody thought of needs ``admin``."""
     if path in _UNSCOPED and method in ("GET", "HEAD"):
         return None
-    if path == _ADMIN or path.startswith(f"{_ADMIN}/"):
+    if path == LOGOUT:
+        return None
+    if path == _ADMIN or path.startswith(f"{_ADMIN}/") or is_admin_page(path):
         return "admin"
     if method in ("GET", "HEAD"):
         return "read"
@@ -135,7 +136,7 @@ def add_security(schema: dict[str, Any]) -> None:
             operation["security"] = [] if path == _FREE else [{"token": [] if needed is None else [needed]}]
 
 
-def _address(scope: Scope) -> str:
+def address_of(scope: Scope) -> str:
     """Name of a client's bucket; IPv6 hosts share that of their network."""
     host = scope["client"][0] if scope.get("client") else ""
     try:

@@ -90,7 +90,7 @@ def read_canonical(raw: bytes) -> PackedUpload | None:
         counts = text if live is None else text[: text.index(_LIVE)] + b"}"
         content_id = hashlib.sha256(model.shape.fingerprint.encode() + b"\n" + counts).hexdigest()
         packed.append(PackedSession(content_id, session_hash, split, session["workload"], read, live))
-    return PackedUpload(model.shape, tuple(packed))
+    return PackedUpload(model.shape, tuple(packed), model.agent_version)
 
 
 class _Head(HistogramUpload):
@@ -101,10 +101,11 @@ class _Head(HistogramUpload):
 
 @dataclass(frozen=True)
 class _Model:
-    """A model's shape as arrays over its layers, and which version of the schema described it."""
+    """A model's shape as arrays over its layers, and which versions of schema and agent described it."""
 
     shape: ModelShape
     schema_version: int
+    agent_version: str
 
     @cached_property
     def blocks(self) -> list[int]:
@@ -135,7 +136,7 @@ def _model_of(head: bytes) -> _Model | None:
     shape = parsed.model
     if shape.core_bytes + shape.expert_bytes_total > MAX_COUNT:
         return None
-    return _Model(shape, parsed.schema_version)
+    return _Model(shape, parsed.schema_version, parsed.agent_version)
 
 
 def _expected_skeleton(sessions: Sequence[Any], n_layers: int) -> bytes | None:

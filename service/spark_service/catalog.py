@@ -74,6 +74,16 @@ class Catalog:
         self._building = threading.Lock()
         self._general = GeneralHints()
 
+    @property
+    def windows(self) -> Windows:
+        """The service's own window, and those that readers may choose."""
+        return self._windows
+
+    @property
+    def min_sessions(self) -> int:
+        """Fewest calibration sessions of a profile that is given to anybody."""
+        return self._min_sessions
+
     def profile(
         self,
         fingerprint: str,
@@ -92,6 +102,40 @@ class Catalog:
         profile = self._require_built(shape, workload, phase, window).profile
         drift = self._drift(fingerprint).get(workload)
         return profile if drift is None else profile.model_copy(update={"drift": drift})
+
+    def profile_as_of(self, fingerprint: str, workload: str, phase: Phase, until_day: int) -> Profile:
+        """The profile of a workload or a mix as if nothing had come after a day (since 1970), by what is stored now.
+
+        Raises :class:`RequestError`: as :meth:`profile`, and 404 where what came since is so little that beside today's
+        profile it could be told what it was.
+        """
+        shape = self._require_model(fingerprint, None, workload)
+        mix, own = Mix.parse(workload), self._windows.own()
+        window = replace(own, today=until_day) if own.today else own
+        for name in mix.names:
+            tally = self._inputs.tally(shape, name, phase)
+            before = tally.until(until_day).n_sessions("calibration", window)
+            since = tally.since(until_day + 1).n_sessions("calibration", own)
+            if before < self._min_sessions:
+                raise self._too_few(name, before, "came until then: choose a later day")
+            if 0 < since < self._min_sessions:
+                raise self._too_few(name, since, "came since: with fewer, what is in each could be told")
+        asked = Asked(fingerprint, mix, phase, window, of_a_reader=True, until_day=until_day)
+        built = self._build(shape, asked)
+        if built is None:  # deleted meanwhile
+            raise self._too_few(workload, 0, "are left")
+        return built.profile
+
+    def _too_few(self, name: str, found: int, hint: str) -> RequestError:
+        return RequestError(
+            404,
+            "too_few_sessions",
+            f"{name}: found {found} calibration sessions, expected at least {self._min_sessions}",
+            field="path.workload",
+            found=str(found),
+            expected=f"at least {self._min_sessions}",
+            hint=f"so few {hint}",
+        )
 
     def manifest(
         self,
@@ -129,6 +173,10 @@ class Catalog:
             if (built := self._usual_profile(shape, workload, phase)) is not None
         )
 
+    def tallies(self, shape: ModelShape, phase: Phase) -> dict[str, Tally]:
+        """All sessions of a model by workload, for whoever tells how many there are."""
+        return self._inputs.tallies(shape, phase)
+
     def nearest(self, fingerprint: str, phase: Phase, session: SessionHistogram) -> NearestWorkloads:
         """Rank a model's workloads by the cold-hit rate of their profiles on one session, which is not kept.
 
@@ -136,6 +184,19 @@ class Catalog:
         """
         shape = self._require_model(fingerprint, None, session.workload)
         return rank_workloads(shape, phase, session, self._known_profiles(shape, phase))
+
+    def profiles(self, fingerprint: str, phase: Phase) -> dict[str, Profile]:
+        """Every profile of a model by workload, in the service's own window; those of too few sessions are absent."""
+        shape = self._shape(fingerprint)
+        drift = self._drift(fingerprint)
+        return {
+            name: profile.model_copy(update={"drift": drift[name]}) if name in drift else profile
+            for name, profile in self._known_profiles(shape, phase).items()
+        }
+
+    def tally(self, fingerprint: str, workload: str, phase: Phase) -> Tally:
+        """The sessions of one workload of a known model that count now, by side of the split and day."""
+        return self._inputs.tally(self._shape(fingerprint), workload, phase)
 
     def _known_profiles(self, shape: ModelShape, phase: Phase) -> dict[str, Profile]:
         names = self._store.workloads(shape.fingerprint)

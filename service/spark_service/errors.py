@@ -18,6 +18,7 @@ SparkServiceError                  a message for people, a hint, an exit code
 ├── StorageError                   the open database refused an operation (HTTP 503)
 │   └── StorageFullError           no room left for it (HTTP 507)
 └── RequestError                   what a client sent or asked for is wrong (HTTP 4xx, with a stable code)
+    ├── FormError                  a form of the dashboard, which browsers alone send, cannot be taken
     └── OverloadedError            nothing is wrong with it, but too much else waits (HTTP 503)
 
 A message says what failed, what was found and what was expected; the hint says what to do.
@@ -34,6 +35,7 @@ __all__ = [
     "DatabaseLockedError",
     "EnvironmentVariableError",
     "ExecutorError",
+    "FormError",
     "MigrationError",
     "OverloadedError",
     "RefusedError",
@@ -155,6 +157,10 @@ class RequestError(SparkServiceError):
         self.found = found
         self.expected = expected
         self.headers = headers
+
+
+class FormError(RequestError):
+    """A form of the dashboard is damaged, foreign or sent twice; no program of an agent or a team ever sees this."""
 
 
 class OverloadedError(RequestError):

@@ -51,9 +51,13 @@ class Keyring:
         if parts is None:
             return None
         token_id, secret = parts
+        return self.still(token_id, digest(secret))
+
+    def still(self, token_id: str, secret_sha256: bytes) -> Token | None:
+        """The token of an id if it is usable and a secret with this digest opens it. No I/O."""
         token = self._tokens.get(token_id)
         now = self._now()
-        if not (token or _NOBODY).admits(digest(secret), now) or token is None:
+        if not (token or _NOBODY).admits(secret_sha256, now) or token is None:
             return None
         day = now.date()
         if token.last_used_day != day and self._used.get(token_id) != day:

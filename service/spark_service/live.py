@@ -18,7 +18,7 @@ from spark_schemas.ids import Verdict
 from spark_schemas.profile import LiveComparison, LivePoint, LivePolicy
 from spark_schemas.split import split_of
 
-__all__ = ["LiveEvaluation", "LiveParts", "evaluate_live", "live_verdict"]
+__all__ = ["MIN_SESSIONS", "LiveEvaluation", "LiveParts", "evaluate_live", "live_verdict", "sessions_measured"]
 
 MIN_SESSIONS = 3
 """Fewest sessions whose mean is published."""
@@ -71,17 +71,7 @@ def evaluate_live(
     session under one policy and residency add up. Parts received before ``first_day`` (days since 1970) are left out.
     A mean of fewer than three sessions would show theirs and is not given.
     """
-    misses: dict[tuple[LivePolicy, int], dict[str, tuple[int, int]]] = {}
-    for index, session_hash in enumerate(parts.hashes):
-        of = parts.profile_workloads[index]
-        if of not in (None, workload) or split_of(session_hash) != "held_out":
-            continue
-        if first_day is not None and parts.days[index] < first_day:
-            continue
-        percent = max(1, round(100 * int(parts.resident_bytes[index]) / expert_bytes_total))
-        group = misses.setdefault(("live_unprofiled" if of is None else "live_profile", percent), {})
-        cold, selections = group.get(session_hash, (0, 0))
-        group[session_hash] = (cold + int(parts.cold_hits[index]), selections + int(parts.selections[index]))
+    misses = _misses(parts, workload, expert_bytes_total, first_day)
     rates = {
         key: np.array([cold / selections for _, (cold, selections) in sorted(group.items())])
         for key, group in sorted(misses.items())
@@ -94,6 +84,32 @@ def evaluate_live(
         if policy == "live_profile" and ("live_unprofiled", percent) in rates
     )
     return LiveEvaluation(points, comparisons)
+
+
+def sessions_measured(parts: LiveParts, workload: str, expert_bytes_total: int) -> dict[LivePolicy, int]:
+    """Of each policy, how many held-out sessions :func:`evaluate_live` has at the residency that has the most."""
+    found: dict[LivePolicy, int] = {"live_profile": 0, "live_unprofiled": 0}
+    for (policy, _), group in _misses(parts, workload, expert_bytes_total, None).items():
+        found[policy] = max(found[policy], len(group))
+    return found
+
+
+def _misses(
+    parts: LiveParts, workload: str, expert_bytes_total: int, first_day: int | None
+) -> dict[tuple[LivePolicy, int], dict[str, tuple[int, int]]]:
+    """(misses, selections) by policy and whole percent of the expert bytes, and session."""
+    misses: dict[tuple[LivePolicy, int], dict[str, tuple[int, int]]] = {}
+    for index, session_hash in enumerate(parts.hashes):
+        of = parts.profile_workloads[index]
+        if of not in (None, workload) or split_of(session_hash) != "held_out":
+            continue
+        if first_day is not None and parts.days[index] < first_day:
+            continue
+        percent = max(1, round(100 * int(parts.resident_bytes[index]) / expert_bytes_total))
+        group = misses.setdefault(("live_unprofiled" if of is None else "live_profile", percent), {})
+        cold, selections = group.get(session_hash, (0, 0))
+        group[session_hash] = (cold + int(parts.cold_hits[index]), selections + int(parts.selections[index]))
+    return misses
 
 
 def live_verdict(verdict: Verdict | None, reason: str, live: LiveEvaluation) -> tuple[Verdict | None, str]:

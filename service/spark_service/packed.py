@@ -52,6 +52,7 @@ class PackedUpload:
 
     model: ModelShape
     sessions: tuple[PackedSession, ...]
+    agent_version: str
 
 
 def pack_counts(counts: NDArray[np.int64]) -> bytes:
@@ -75,7 +76,9 @@ def unpack_counts(packed: bytes, length: int) -> NDArray[np.int64]:
 def pack_upload(upload: HistogramUpload) -> PackedUpload:
     """Pack an upload that passed its checks."""
     fingerprint = upload.model.fingerprint
-    return PackedUpload(upload.model, tuple(_pack_session(session, fingerprint) for session in upload.sessions))
+    return PackedUpload(
+        upload.model, tuple(_pack_session(session, fingerprint) for session in upload.sessions), upload.agent_version
+    )
 
 
 def _pack_session(session: SessionHistogram, fingerprint: str) -> PackedSession:

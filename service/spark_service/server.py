@@ -87,6 +87,7 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
                 min_sessions=settings.min_sessions,
                 windows=Windows(settings.window_days, settings.half_life_days),
                 retention_days=settings.retention_days,
+                segment_after_days=settings.segment_after_days,
             )
             watch = DriftWatch(store, min_sessions=settings.min_sessions)
             if settings.open_access:
@@ -109,6 +110,7 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
             with (
                 Housekeeping(store, keyring, settings.retention_days, watch=watch),
                 segment_mover(store, settings.segment_after_days),
+                closing(app.state.dashboard),
             ):
                 server.run(sockets=[listener])
         finally:

@@ -238,7 +238,7 @@ def venv(clone: Path) -> Path:
 
 
 def test_nothing_to_do_after_all_steps(bootstrap: ModuleType, clone: Path, venv: Path) -> None:
-    wanted = bootstrap.wanted_keys(clone, venv, "wheel", "cpython-311")
+    wanted = bootstrap.wanted_keys(clone, venv, "wheel", "assets", "cpython-311")
     assert bootstrap.missing_steps(bootstrap.read_stamp(venv), wanted) == bootstrap.STEPS
     bootstrap.write_stamp(venv, wanted)
     assert bootstrap.missing_steps(bootstrap.read_stamp(venv), wanted) == ()
@@ -253,13 +253,14 @@ def test_nothing_to_do_after_all_steps(bootstrap: ModuleType, clone: Path, venv:
         ("base Python removed", "environment"),
         ("wheel", "llama"),
         ("pyproject", "project"),
+        ("assets", "assets"),
     ],
 )
 def test_a_change_repeats_its_step_and_the_later_ones(
     bootstrap: ModuleType, clone: Path, venv: Path, change: str, first: str
 ) -> None:
-    bootstrap.write_stamp(venv, bootstrap.wanted_keys(clone, venv, "wheel", "cpython-311"))
-    wheel, python = "wheel", "cpython-311"
+    bootstrap.write_stamp(venv, bootstrap.wanted_keys(clone, venv, "wheel", "assets", "cpython-311"))
+    wheel, assets, python = "wheel", "assets", "cpython-311"
     if change == "lock":
         (clone / "infra/lock/requirements.txt").write_text("numpy==2\n", encoding="utf-8")
     elif change == "python":
@@ -274,7 +275,9 @@ def test_a_change_repeats_its_step_and_the_later_ones(
         wheel = "other"
     elif change == "pyproject":
         (clone / "pyproject.toml").write_text("[project] # more\n", encoding="utf-8")
-    wanted = bootstrap.wanted_keys(clone, venv, wheel, python)
+    elif change == "assets":
+        assets = "other"
+    wanted = bootstrap.wanted_keys(clone, venv, wheel, assets, python)
     steps = bootstrap.missing_steps(bootstrap.read_stamp(venv), wanted)
     assert steps == bootstrap.STEPS[bootstrap.STEPS.index(first) :]
 
@@ -289,9 +292,9 @@ def test_an_interrupted_step_is_not_done(
     bootstrap: ModuleType, clone: Path, venv: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The keys of a step and of those after it are gone while it runs; the next run starts with it."""
-    wanted = bootstrap.wanted_keys(clone, venv, "wheel", "cpython-311")
+    wanted = bootstrap.wanted_keys(clone, venv, "wheel", "assets", "cpython-311")
     bootstrap.write_stamp(venv, {**wanted, "llama": "older"})
-    setup = bootstrap.Setup(clone, venv, _NoWheel())
+    setup = bootstrap.Setup(clone, venv, _NoWheel(), _Assets())
     ran: list[str] = []
 
     def interrupted() -> None:
@@ -302,12 +305,39 @@ def test_an_interrupted_step_is_not_done(
     monkeypatch.setattr(setup, "_make_environment", lambda: ran.append("environment"))
     monkeypatch.setattr(setup, "_make_llama", interrupted)
     monkeypatch.setattr(setup, "_make_project", lambda: ran.append("project"))
+    monkeypatch.setattr(setup, "_make_assets", lambda: ran.append("assets"))
     with pytest.raises(KeyboardInterrupt):
         setup.run(wanted)
     monkeypatch.setattr(setup, "_make_llama", lambda: ran.append("llama again"))
     setup.run(wanted)
-    assert ran == ["llama", "llama again", "project"]
+    assert ran == ["llama", "llama again", "project", "assets"]
     assert bootstrap.read_stamp(venv) == wanted
+
+
+def test_assets_that_cannot_be_had_are_tried_again(
+    bootstrap: ModuleType, clone: Path, venv: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are no reason to fail: the dashboard is plain tables without them."""
+    wanted = bootstrap.wanted_keys(clone, venv, "wheel", "assets", "cpython-311")
+    bootstrap.write_stamp(venv, {**wanted, "assets": "older"})
+    setup = bootstrap.Setup(clone, venv, _NoWheel(), _Assets())
+    outcomes = [False, True]
+    monkeypatch.setattr(bootstrap, "place_if_possible", lambda *_: outcomes.pop(0))
+    setup.run(wanted)
+    assert bootstrap.missing_steps(bootstrap.read_stamp(venv), wanted) == ("assets",)
+    setup.run(wanted)
+    assert bootstrap.read_stamp(venv) == wanted
+    assert bootstrap.missing_steps(bootstrap.current_steps(venv, _Assets(in_place=False)), wanted) == ("assets",)
+
+
+class _Assets:
+    """Stands for the dashboard's libraries, in their place or not."""
+
+    def __init__(self, *, in_place: bool = True) -> None:
+        self._in_place = in_place
+
+    def in_place(self) -> bool:
+        return self._in_place
 
 
 class _NoWheel:

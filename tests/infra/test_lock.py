@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-LOCKS = ("requirements.txt", "build.txt", "llama-cpp-python.txt")
+LOCKS = ("requirements.txt", "build.txt", "npm.txt", "llama-cpp-python.txt")
 # Every system that the lock is used on; the machine that runs the test is one of them.
 SYSTEMS = [
     {"python_version": version, "python_full_version": f"{version}.2", "sys_platform": "linux",

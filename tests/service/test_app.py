@@ -191,7 +191,7 @@ def test_budgets_that_cannot_work(filled: TestClient, make: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/docs", "/redoc", "/api", "/api/v1", "/api/v1/histograms/", "/healthz/", "/%ff"]
+    "path", ["/docs", "/redoc", "/api", "/api/v1", "/api/v1/histograms/", "/healthz/", "/nothing.json", "/%ff"]
 )
 def test_unknown_paths(client: TestClient, path: str) -> None:
     problem(client.get(path), 404, "not_found")

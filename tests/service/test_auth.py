@@ -85,8 +85,9 @@ def test_every_scope_on_every_route(guarded: TestClient, keyring: Keyring, metho
 
 def test_the_life_sign_alone_is_free(guarded: TestClient) -> None:
     assert guarded.get("/healthz").json() == {"status": "ok"}
-    for path in ("/healthz/", "/healthz/x", "/", "//healthz"):
+    for path in ("/healthz/", "/healthz/x", "/index.json", "/%2Fhealthz"):
         problem(guarded.get(path), 401, "unauthorized")
+    assert guarded.get("/", follow_redirects=False).headers["location"] == "/login"
 
 
 def test_the_openapi_document_says_what_needs_which_scope(guarded: TestClient) -> None:

@@ -22,7 +22,7 @@ NEVER = Limits(due_rows=10**9, due_seconds=1e9, waiting_rows=4)
 
 def upload(make: Any, key: str = "a", rows: int = 1) -> KeyedUpload:
     session = PackedSession("0" * 64, make.hash(0), "calibration", "code", ())
-    return KeyedUpload(PackedUpload(make.shape(), (session,) * rows), key, key)
+    return KeyedUpload(PackedUpload(make.shape(), (session,) * rows, "0.1.0"), key, key)
 
 
 def receipt(keyed: KeyedUpload) -> UploadReceipt:

@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
+from typing import Any
 
 import duckdb
 from pydantic import BaseModel
@@ -18,7 +19,7 @@ from pydantic import BaseModel
 from spark_schemas.api import UploadReceipt
 from spark_service.db.moments import from_utc, to_utc
 
-__all__ = ["AuditEntry", "AuditPage", "entries_after", "record", "record_uploads"]
+__all__ = ["AuditEntry", "AuditPage", "entries_after", "entries_before", "record", "record_uploads"]
 
 
 class AuditEntry(BaseModel):
@@ -66,6 +67,20 @@ def record_uploads(cursor: duckdb.DuckDBPyConnection, stored: Iterable[tuple[str
         record(cursor, actor, "upload.accept", fingerprint, counts)
 
 
+def entries_before(cursor: duckdb.DuckDBPyConnection, before: int | None, limit: int) -> AuditPage:
+    """Up to ``limit`` entries numbered below ``before``, or the newest, newest first.
+
+    ``next_after`` is the number to go on below.
+    """
+    rows = cursor.execute(
+        "SELECT entry, recorded_at, actor, action, object, detail_json FROM audit_log "
+        "WHERE entry < coalesce(?, entry + 1) ORDER BY entry DESC LIMIT ?",
+        [before, limit + 1],
+    ).fetchall()
+    entries = [_entry(row) for row in rows[:limit]]
+    return AuditPage(entries=entries, next_after=entries[-1].entry if len(rows) > limit else None)
+
+
 def entries_after(cursor: duckdb.DuckDBPyConnection, after: int, limit: int) -> AuditPage:
     """Up to ``limit`` entries numbered above ``after``."""
     rows = cursor.execute(
@@ -73,10 +88,12 @@ def entries_after(cursor: duckdb.DuckDBPyConnection, after: int, limit: int) -> 
         "WHERE entry > ? ORDER BY entry LIMIT ?",
         [after, limit + 1],
     ).fetchall()
-    entries = [
-        AuditEntry(
-            entry=entry, recorded_at=to_utc(at), actor=actor, action=action, object=subject, detail=json.loads(detail)
-        )
-        for entry, at, actor, action, subject, detail in rows[:limit]
-    ]
+    entries = [_entry(row) for row in rows[:limit]]
     return AuditPage(entries=entries, next_after=entries[-1].entry if len(rows) > limit else None)
+
+
+def _entry(row: tuple[Any, ...]) -> AuditEntry:
+    entry, at, actor, action, subject, detail = row
+    return AuditEntry(
+        entry=entry, recorded_at=to_utc(at), actor=actor, action=action, object=subject, detail=json.loads(detail)
+    )

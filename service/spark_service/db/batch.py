@@ -55,6 +55,8 @@ class Batch:
     receipts: dict[str, StoredReceipt] = field(default_factory=dict)
     entries: list[tuple[str, str, UploadReceipt]] = field(default_factory=list)
     """Actor, fingerprint and receipt of each upload that is new."""
+    agents: list[tuple[str, int]] = field(default_factory=list)
+    """Version and accepted histograms of each upload that is new."""
     outcomes: list[UploadReceipt | RequestError] = field(default_factory=list)
     agreed: dict[int, ModelShape] = field(default_factory=dict)
     """Models found to be as stored, by identity: the uploads of a batch mostly share one object."""
@@ -88,6 +90,7 @@ def _plan(keyed: KeyedUpload, known: Known, batch: Batch) -> UploadReceipt:
     receipt = UploadReceipt(accepted=len(fresh), duplicates=len(keyed.upload.sessions) - len(fresh))
     batch.receipts[keyed.idempotency_key] = StoredReceipt(keyed.body_sha256, receipt)
     batch.entries.append((keyed.actor, model.fingerprint, receipt))
+    batch.agents.append((keyed.upload.agent_version, receipt.accepted))
     return receipt
 
 

@@ -53,6 +53,7 @@ class Removal:
             [day],
         )
         forget_day(cursor, self.folder, day)
+        cursor.execute("DELETE FROM agent_uploads WHERE received_day <= ?", [day])
         return self._remove(cursor)
 
     def finish(self) -> None:

@@ -19,6 +19,7 @@ from spark_schemas.api import UploadReceipt
 from spark_schemas.histogram import HistogramUpload
 from spark_schemas.ids import Phase
 from spark_schemas.model import ModelShape
+from spark_service.db.activity import count_agents
 from spark_service.db.aging import age_out, registered_segments
 from spark_service.db.audit import record, record_uploads
 from spark_service.db.batch import Batch, KeyedUpload, Known, StoredReceipt, plan_batch
@@ -355,6 +356,7 @@ def _write(cursor: duckdb.DuckDBPyConnection, batch: Batch) -> None:
         }
         _insert_columns(cursor, "uploads", receipts)
         record_uploads(cursor, batch.entries)
+        count_agents(cursor, batch.agents)
 
 
 def _insert_columns(cursor: duckdb.DuckDBPyConnection, table: str, columns: Mapping[str, Sequence[object]]) -> None:
