@@ -44,7 +44,13 @@ KINDS = (
     "ridge:layers1", "ridge:layers1+average", "ridge:layers2", "ridge:layers2+average",
     "ridge:hidden", "ridge:hidden+layers2", "ridge:hidden+layers2+average", "ridge:router",
 )  # fmt: skip
-NETWORKS = {"mlp:hidden": LOSSES, "mlp:hidden+layers2+average": LOSSES[1:2], "mlp:router": LOSSES[1:2]}
+NETWORKS = {
+    "linear:hidden": LOSSES,
+    "linear:router": LOSSES[1:2],
+    "mlp:hidden": LOSSES,
+    "mlp:hidden+layers2+average": LOSSES[1:2],
+    "mlp:router": LOSSES[1:2],
+}
 MIXED = ("frequency", "temporal", "moving-average", "naive-bayes", "ridge:layers2", "ridge:layers2+average",
          "ridge:hidden", "ridge:hidden+layers2+average", "ridge:router")  # fmt: skip
 

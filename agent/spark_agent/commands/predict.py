@@ -46,13 +46,13 @@ def train_command(
     predictor: Annotated[
         list[str] | None,
         typer.Option(
-            help="frequency, temporal, moving-average, naive-bayes; or ridge or mlp with what they read, joined by +: "
-            "layers1 or layers2 (the layers before), average, hidden or router; e.g. ridge:hidden+layers2. May be "
-            "repeated. [default: all that the input allows]"
+            help="frequency, temporal, moving-average, naive-bayes; or ridge, linear or mlp with what they read, "
+            "joined by +: layers1 or layers2 (the layers before), average, hidden or router; e.g. "
+            "ridge:hidden+layers2. May be repeated. [default: all that the input allows]"
         ),
     ] = None,
     loss: Annotated[
-        str, typer.Option(help="What networks (mlp) are trained for: bce, listnet, ranknet, or all of them.")
+        str, typer.Option(help="What linear and mlp are trained for: bce, listnet, ranknet, or all of them.")
     ] = "listnet",
     phase: Annotated[str, typer.Option(help="decode, prefill, or both.")] = "decode",
     tokens: Annotated[
@@ -71,6 +71,7 @@ def train_command(
     json: Json = False,
 ) -> None:
     """Learn predictors from the calibration sessions, and judge them on the held-out ones."""
+    from spark_runtime.predict.kinds import TRAINED
     from spark_runtime.predict.mlp import Training
     from spark_runtime.predict.study import judge, learn
 
@@ -81,7 +82,7 @@ def train_command(
         raise UsageError(f"--device: found {device!r}, expected one of {', '.join(_DEVICES)}")
     recorded = _read(context, inputs, phase, kinds)
     kinds = kinds or _all_kinds(recorded, loss)
-    where, trainer = _trainer(device, needed=any(kind.learner == "mlp" for kind in kinds))
+    where, trainer = _trainer(device, needed=any(kind.learner in TRAINED for kind in kinds))
     calibrating = recorded.side(held_out=False, most_tokens=tokens)
     judging = recorded.side(held_out=True)
     _check_sides(calibrating, judging)

@@ -113,10 +113,12 @@ def read_recorded(paths: Sequence[Path], phase: PhaseOf, wanted: Sequence[str] |
         kind="trace", fingerprint=shape.fingerprint, layers=list(layer_sizes(shape)), sessions=list(sessions)
     )
     trace, layers = source.trace(phase)
+    if phase == "prefill":
+        trace = trace.select(range(trace.n_sessions), decode=False)
     notes = list(source.notes)
     if len(sessions) < n_all:
         notes.append(f"{n_all - len(sessions)} of {n_all} sessions are left out: they have no hidden states")
-    chosen = [session.decode | (phase != "decode") if phase != "prefill" else ~session.decode for session in sessions]
+    chosen = [~session.decode if phase == "prefill" else session.decode | (phase == "both") for session in sessions]
     return Recorded(
         shape,
         trace,

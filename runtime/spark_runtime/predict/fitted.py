@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spark_runtime.predict.features import blocks, earlier_layers, feature_matrix, normalised
-from spark_runtime.predict.kinds import PredictorKind
+from spark_runtime.predict.kinds import TRAINED, PredictorKind
 from spark_runtime.predict.mlp import Network, Training, initial_network, train
 from spark_runtime.predict.predictors import NaiveBayes, Ridge
 from spark_runtime.predict.selections import indicators, last_selections, moving_averages
@@ -99,7 +99,7 @@ class FittedLayer:
         return float(np.median(seconds)) if seconds else 0.0
 
     def _of_features(self, features: FloatArray) -> FloatArray:
-        if self.kind.learner == "mlp":
+        if self.kind.learner in TRAINED:
             return self._network().scores(features)
         result: FloatArray = features @ self.arrays["weights"]
         if "base" in self.arrays:
@@ -121,7 +121,7 @@ class FittedLayer:
             scores: FloatArray = self.arrays["prior"].copy()
             scores[last] += 1
             return scores
-        if self.kind.learner == "mlp":
+        if self.kind.learner in TRAINED:
             places = earlier_layers(inputs.layer, self.kind.n_earlier)
             parts = [
                 indicators(ids[None], inputs.trace.n_experts[layer])[0]
@@ -190,6 +190,8 @@ def _fit_network(kind: PredictorKind, inputs: LayerInputs, training: Training, t
 
     if kind.loss is None:
         raise ValueError(f"{kind.name} without a loss")
+    if kind.learner == "linear":
+        training = replace(training, width=0)
     start = initial_network(whole[:_SAMPLE], trace.n_experts[layer], training)
     network = trainer(start, kind.loss, data, trace.n_tokens, training)
     names = ("center", "scale", "hidden_weights", "hidden_bias", "weights", "bias")
@@ -210,12 +212,12 @@ def fitted_shapes(
     n_features += (hidden_width or 0) if kind.hidden is not None else 0
     if kind.learner == "ridge":
         return {"weights": (n_features + 1, own)}
-    middle = width or 0
+    middle = (width or 0) if kind.learner == "mlp" else 0
     return {
         "center": (n_features,),
         "scale": (n_features,),
         "hidden_weights": (n_features, middle),
         "hidden_bias": (middle,),
-        "weights": (middle, own),
+        "weights": (middle or n_features, own),
         "bias": (own,),
     }

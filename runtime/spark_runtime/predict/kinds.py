@@ -8,12 +8,14 @@ from typing import Literal, cast, get_args
 
 from spark_runtime.predict.losses import LOSSES, LossName
 
-__all__ = ["COUNTED", "FEATURES", "PredictorKind", "default_kinds", "parse_kind"]
+__all__ = ["COUNTED", "FEATURES", "TRAINED", "PredictorKind", "default_kinds", "parse_kind"]
 
-Learner = Literal["frequency", "temporal", "moving-average", "naive-bayes", "ridge", "mlp"]
+Learner = Literal["frequency", "temporal", "moving-average", "naive-bayes", "ridge", "linear", "mlp"]
 Feature = Literal["layers1", "layers2", "average", "hidden", "router"]
 COUNTED: tuple[Learner, ...] = ("frequency", "temporal", "moving-average", "naive-bayes")
 """What needs no features beside selections."""
+TRAINED: tuple[Learner, ...] = ("linear", "mlp")
+"""What is trained for a loss, step by step."""
 FEATURES: tuple[Feature, ...] = get_args(Feature)
 """The selections of the one or two layers before, the moving average of the layer's own; the hidden state that the
 layer starts from, or (the ceiling) what its router reads."""
@@ -27,7 +29,7 @@ class PredictorKind:
     learner: Learner
     features: tuple[Feature, ...] = ()
     loss: LossName | None = None
-    """Of networks."""
+    """Of what is trained for one."""
 
     @property
     def name(self) -> str:
@@ -51,7 +53,10 @@ class PredictorKind:
 
 
 def parse_kind(name: str, losses: Sequence[LossName] = LOSSES) -> list[PredictorKind]:
-    """A predictor of a name, or of a network one for each loss; ``ValueError`` says what is wrong with the name."""
+    """The predictor of a name; of what is trained for a loss, one for each of them.
+
+    Raises ``ValueError``, which says what is wrong with the name.
+    """
     learner, _, rest = name.partition(":")
     if learner not in get_args(Learner):
         raise ValueError(f"predictor {name!r}, expected one of {', '.join(get_args(Learner))}")
@@ -79,7 +84,7 @@ def default_kinds(hidden: Collection[str], losses: Sequence[LossName]) -> list[P
     names = [*COUNTED, "ridge:layers1", "ridge:layers2", "ridge:layers1+average", "ridge:layers2+average"]
     if "input" in hidden:
         names += ["ridge:hidden", "ridge:hidden+layers2", "ridge:hidden+layers2+average"]
-        names += ["mlp:hidden", "mlp:hidden+layers2+average"]
+        names += ["linear:hidden", "mlp:hidden", "mlp:hidden+layers2+average"]
     if "router" in hidden:
-        names += ["ridge:router", "mlp:router"]
+        names += ["ridge:router", "linear:router", "mlp:router"]
     return [kind for name in names for kind in parse_kind(name, losses)]

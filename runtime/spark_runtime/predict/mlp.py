@@ -31,7 +31,7 @@ class Training:
     """How a network is trained."""
 
     width: int = 512
-    """Of the hidden layer."""
+    """Of the hidden layer; 0 leaves it out."""
     epochs: int = 8
     batch: int = 512
     rate: float = 2e-3
@@ -41,7 +41,10 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Features to scores: centred and scaled, one hidden layer with GELU (Hendrycks and Gimpel 2016; tanh form)."""
+    """Features to scores: centred and scaled, one hidden layer with GELU (Hendrycks and Gimpel 2016; tanh form).
+
+    With a hidden layer of width 0 the scores are linear in the features.
+    """
 
     center: FloatArray
     """``[feature]``"""
@@ -51,18 +54,25 @@ class Network:
     """``[feature, hidden]``"""
     hidden_bias: FloatArray
     weights: FloatArray
-    """``[hidden, expert]``"""
+    """``[hidden, expert]``, or ``[feature, expert]``"""
     bias: FloatArray
 
     def scores(self, features: FloatArray) -> FloatArray:
         """``[token, expert]`` of ``[token, feature]``."""
-        before: FloatArray = np.matmul(self._scaled(features), self.hidden_weights) + self.hidden_bias
-        result: FloatArray = np.matmul(before * _gate(before)[0], self.weights) + self.bias
+        after = self._scaled(features)
+        if len(self.hidden_bias):
+            before = np.matmul(after, self.hidden_weights) + self.hidden_bias
+            after = before * _gate(before)[0]
+        result: FloatArray = np.matmul(after, self.weights) + self.bias
         return result
 
     def derivatives(self, name: LossName, features: FloatArray, selected: FloatArray) -> tuple[FloatArray, ...]:
         """Of a batch's loss by the trained arrays, in the order of :attr:`trained`."""
         scaled = self._scaled(features)
+        if not len(self.hidden_bias):
+            by_scores = derivative(name, np.matmul(scaled, self.weights) + self.bias, selected)
+            unused = np.zeros_like(self.hidden_weights), np.zeros_like(self.hidden_bias)
+            return *unused, np.matmul(scaled.T, by_scores), by_scores.sum(axis=0)
         before: FloatArray = np.matmul(scaled, self.hidden_weights) + self.hidden_bias
         gate, slope = _gate(before)
         after: FloatArray = before * gate
@@ -108,7 +118,7 @@ def initial_network(features: FloatArray, n_experts: int, training: Training) ->
         scale=np.maximum(features.std(axis=0, dtype=np.float64), _SMALLEST_SCALE).astype(np.float32),
         hidden_weights=drawn(n_features, training.width),
         hidden_bias=np.zeros(training.width, np.float32),
-        weights=drawn(training.width, n_experts),
+        weights=drawn(training.width or n_features, n_experts),
         bias=np.zeros(n_experts, np.float32),
     )
 

@@ -55,14 +55,16 @@ def train(network: Network, name: LossName, data: Features, n_tokens: int, train
 
     center, scale = tensor(network.center), tensor(network.scale)
     trained = [tensor(array).requires_grad_() for array in network.trained]
-    optimiser = torch.optim.Adam(trained, lr=training.rate)
+    optimiser = torch.optim.Adam([array for array in trained if array.numel()], lr=training.rate)
     for step, places in batches(n_tokens, training):
         features, selected = (tensor(array) for array in data(places))
         for group in optimiser.param_groups:
             group["lr"] = learning_rate(step, n_tokens, training)
         hidden_weights, hidden_bias, weights, bias = trained
-        before = ((features - center) / scale) @ hidden_weights + hidden_bias
-        scores = torch.nn.functional.gelu(before, approximate="tanh") @ weights + bias
+        after = (features - center) / scale
+        if training.width:
+            after = torch.nn.functional.gelu(after @ hidden_weights + hidden_bias, approximate="tanh")
+        scores = after @ weights + bias
         optimiser.zero_grad()
         _loss(torch, name, scores, selected).backward()
         optimiser.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -85,9 +86,10 @@ TRAINING = Training(width=32, epochs=12, batch=50, rate=1e-2, seed=4)
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_derivatives_of_networks(name: LossName) -> None:
+@pytest.mark.parametrize("width", [4, 0])
+def test_derivatives_of_networks(name: LossName, width: int) -> None:
     features, _, selected = problem(n_tokens=8)
-    network = initial_network(features, 9, Training(width=4))
+    network = initial_network(features, 9, Training(width=width))
     found = network.derivatives(name, features, selected)
     for number, (array, gradient) in enumerate(zip(network.trained, found, strict=True)):
         assert gradient.shape == array.shape
@@ -144,25 +146,27 @@ def test_without_pytorch_it_is_said() -> None:
 @pytest.mark.torch
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_pytorch_trains_the_same_network(name: LossName, device: str) -> None:
+@pytest.mark.parametrize("width", [32, 0])
+def test_pytorch_trains_the_same_network(name: LossName, device: str, width: int) -> None:
     torch = pytest.importorskip("torch")
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no GPU")
     features, ids, selected = problem()
-    start = initial_network(features, 9, TRAINING)
+    training = replace(TRAINING, width=width)
+    start = initial_network(features, 9, training)
 
     def data(places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return features[places], selected[places]
 
-    few = Training(width=32, epochs=1, batch=300, rate=1e-3, seed=4)
+    few = Training(width=width, epochs=1, batch=300, rate=1e-3, seed=4)
     one, other = train(start, name, data, 1200, few), mlp_torch.train(start, name, data, 1200, few, device)
     for mine, theirs in zip(one.trained, other.trained, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=2e-4)
     found = [
         recall_at(network.scores(features[1200:]), ids[1200:], (2,))[0]
         for network in (
-            train(start, name, data, 1200, TRAINING),
-            mlp_torch.train(start, name, data, 1200, TRAINING, device),
+            train(start, name, data, 1200, training),
+            mlp_torch.train(start, name, data, 1200, training, device),
         )
     ]
     assert found[0] == pytest.approx(found[1], abs=0.03)

@@ -128,7 +128,7 @@ def test_recall_by_session(seed: int, lengths: list[int]) -> None:
 
 
 @settings(max_examples=60)
-@given(st.sampled_from(["ridge", "mlp"]), st.sets(st.sampled_from(FEATURES)), st.randoms())
+@given(st.sampled_from(["ridge", "linear", "mlp"]), st.sets(st.sampled_from(FEATURES)), st.randoms())
 def test_names_of_predictors(learner: str, features: set[str], random) -> None:
     shuffled = random.sample(sorted(features), len(features))
     name = f"{learner}:{'+'.join(shuffled)}"
@@ -138,7 +138,7 @@ def test_names_of_predictors(learner: str, features: set[str], random) -> None:
             parse_kind(name)
         return
     kinds = parse_kind(name)
-    assert len(kinds) == (3 if learner == "mlp" else 1)
+    assert len(kinds) == (1 if learner == "ridge" else 3)
     for kind in kinds:
         assert set(kind.features) == features
         assert kind in parse_kind(kind.name)
