@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-__all__ = ["DEFAULT_LIMIT_BYTES", "SessionTrace", "TraceFile", "TraceFolder", "load_traces"]
+__all__ = ["DEFAULT_LIMIT_BYTES", "Place", "SessionTrace", "TraceFile", "TraceFolder", "load_traces"]
 
 IntArray = NDArray[np.int64]
 HalfArray = NDArray[np.float16]
