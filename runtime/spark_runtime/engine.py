@@ -134,6 +134,8 @@ class Engine:
     def load(cls, path: Path, options: EngineOptions | None = None) -> Self:
         """Read the shape, then load the model; errors as ``model_shape.shape_of`` and ``LlamaContext``."""
         options = options or EngineOptions()
+        if options.hidden and (options.tier is not None or not options.count_routing):
+            raise TierError("hidden states are read while routing is counted without tiers", "load with neither")
         model = read_gguf(path)
         shape = shape_of(model)
         resolved = replace(

@@ -69,6 +69,8 @@ class SessionCounts:
         self._recency = [RecencyOrder(layer.n_experts) for layer in shape.layers]
         self._distances = [np.zeros(layer.n_experts + 1, dtype=np.int64) for layer in shape.layers]
         self._trace: list[_Call] | None = [] if keep_trace else None
+        self.trace_bytes = 0
+        """What the trace takes in memory, and what :meth:`take_trace` gives back."""
         self._misses: list[TierMisses] = []
 
     def add(
@@ -89,6 +91,8 @@ class SessionCounts:
                 self._distances[index] += np.bincount(distances.ravel(), minlength=n_experts + 1)
         if self._trace is not None:
             self._trace.append(_Call(phase, n_tokens, ids, hidden or {}))
+            self.trace_bytes += sum(selected.nbytes for selected in ids)
+            self.trace_bytes += sum(rows.nbytes for layers in (hidden or {}).values() for rows in layers)
 
     def absorb(
         self,
@@ -165,17 +169,11 @@ class SessionCounts:
             layers.append(np.concatenate(parts))
         return decode, layers
 
-    @property
-    def trace_bytes(self) -> int:
-        """What the trace takes in memory, and what :meth:`take_trace` gives back."""
-        calls = self._trace or []
-        hidden = sum(rows.nbytes for call in calls for layers in call.hidden.values() for rows in layers)
-        return hidden + sum(ids.nbytes for call in calls for ids in call.ids)
-
     def take_trace(self) -> TokenTrace:
         """The tokens since the last time, which are forgotten here; ``ValueError`` when no trace was to be kept."""
         decode, ids = self.token_trace()
         calls, self._trace = self._trace or [], []
+        self.trace_bytes = 0
         hidden = {}
         for kind in calls[0].hidden if calls else ():
             layers = []

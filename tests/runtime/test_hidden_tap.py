@@ -12,11 +12,12 @@ from small_architectures import ModelSize
 from small_models import write_small_model
 
 from spark_runtime.engine import Engine, EngineOptions
-from spark_runtime.errors import RoutingReadError, UnsupportedModelError
+from spark_runtime.errors import RoutingReadError, TierError, UnsupportedModelError
 from spark_runtime.ggml import GgmlTensor, ggml_base, op_number
 from spark_runtime.hidden_tap import MOST_HIDDEN, HiddenTap
 from spark_runtime.models import demo_model_path
 from spark_runtime.session_counts import SessionCounts
+from spark_runtime.tier_start import TierStart
 
 SIZE = ModelSize(experts=8, top_k=2, width=256, vocabulary=64)
 TYPICAL = (
@@ -134,6 +135,12 @@ def test_routers_choose_by_what_they_read():
         chosen = np.argsort(-scores, axis=1)[:, : ids.shape[1]]
         same = (chosen[:, :, None] == ids[routed][:, None, :]).any(axis=2)
         assert same.mean() > 0.98  # half precision tips what is nearly equal
+
+
+@pytest.mark.parametrize("other", [{"count_routing": False}, {"tier": TierStart(())}])
+def test_not_with_tiers_nor_without_counting(other):
+    with pytest.raises(TierError, match="hidden states are read"):
+        Engine.load(demo_model_path(), EngineOptions(hidden=BOTH, **other))
 
 
 def test_one_kind_alone():

@@ -32,7 +32,7 @@ _DEVICES = ("auto", "numpy", "cpu", "cuda")
 _LEAST_TOKENS = 100
 Inputs = Annotated[
     list[Path],
-    typer.Argument(metavar="INPUT...", help="Traces of spark-agent record --trace: folders or files of one model."),
+    typer.Argument(metavar="INPUT", help="Traces of spark-agent record --trace: folders or files of one model."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 

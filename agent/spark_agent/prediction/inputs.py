@@ -117,7 +117,7 @@ def read_recorded(paths: Sequence[Path], phase: PhaseOf, wanted: Sequence[str] |
         trace = trace.select(range(trace.n_sessions), decode=False)
     notes = list(source.notes)
     if len(sessions) < n_all:
-        notes.append(f"{n_all - len(sessions)} of {n_all} sessions are left out: they have no hidden states")
+        notes.append(f"{n_all - len(sessions)} of {n_all} sessions are left out: they lack hidden states that are read")
     chosen = [~session.decode if phase == "prefill" else session.decode | (phase == "both") for session in sessions]
     return Recorded(
         shape,

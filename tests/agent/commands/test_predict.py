@@ -144,3 +144,31 @@ def test_predictors_of_another_model_or_other_layers(train, spark_cli, tmp_path,
     spark_cli("predict", "eval", traces, "--predictors", path).failed(3, "learned from", "one model")
     spark_cli("predict", "eval", traces, "--predictors", tmp_path / "none.npz").failed(1, "cannot read")
     spark_cli("predict", "eval", tmp_path / "nothing", "--predictors", path).failed(1, "no such trace")
+
+
+def test_from_a_recording_to_predictors(agent_cli, spark_cli, tmp_path):
+    """The demo model over its sessions: what a layer starts from says more than earlier selections, and less than what
+    its router reads."""
+    traces, kept = tmp_path / "traces", tmp_path / "predictors.npz"
+    recorded = agent_cli(
+        "record",
+        "--demo",
+        "--max-tokens",
+        40,
+        "--threads",
+        1,
+        "--trace",
+        traces,
+        "--hidden",
+        "--router-input",
+        "--json",
+    ).json
+    names = ("temporal", "ridge:layers2", "ridge:hidden", "ridge:router")
+    asked = [word for name in names for word in ("--predictor", name)]
+    report = spark_cli("predict", "train", traces, "--output", kept, *asked, "--json").json
+    assert report["tokens_calibration"] + report["tokens_held_out"] == recorded["tokens_decode"]
+    recall = [row["recall_at_8"] for row in report["rows"]]
+    assert recall == sorted(recall)
+    assert recall[-1] > 0.6
+    again = agent_cli("predict", "eval", traces, "--predictors", kept, "--json").json
+    assert [row["recall_at_8"] for row in again["rows"]] == recall

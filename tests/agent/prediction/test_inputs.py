@@ -88,7 +88,7 @@ def test_several_inputs_and_sessions_without_hidden_states(tmp_path):
     plain = save(tmp_path / "three", [session(4, 30, ())], ())
     recorded = read_recorded([first, second, plain], "decode")
     assert recorded.side(held_out=None).trace.lengths.tolist() == [20, 40, 20]
-    assert recorded.notes == ["1 of 4 sessions are left out: they have no hidden states"]
+    assert recorded.notes == ["1 of 4 sessions are left out: they lack hidden states that are read"]
     everything = read_recorded([first, second, plain], "decode", ())
     assert everything.side(held_out=None).trace.n_sessions == 4
     assert everything.hidden_kinds == []
