@@ -129,10 +129,15 @@ class TraceFolder:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
+    @property
+    def token_bytes(self) -> int:
+        """What a token takes before compression, which does little to hidden states."""
+        selections = 2 * sum(layer.top_k for layer in self.shape.layers)
+        return _TOKEN_BYTES + selections + 2 * sum(sum(widths) for widths in self.hidden_widths.values())
+
     def add(self, session: SessionTrace) -> None:
         """Take a session, or what it goes on with; :class:`SparkError` when it, or one before, cannot be written."""
-        token_bytes = _TOKEN_BYTES + 2 * sum(layer.top_k for layer in self.shape.layers)
-        token_bytes += 2 * sum(sum(widths) for widths in self.hidden_widths.values())
+        token_bytes = self.token_bytes
         # Two files must fit, so that a new one can be whole before an old one leaves.
         most = max(1, min(FILE_BYTES, self.limit_bytes // 2) // token_bytes)
         for start in range(0, len(session.decode), most):

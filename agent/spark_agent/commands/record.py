@@ -199,6 +199,11 @@ def _record(
     ):
         warn_about_counting(context, engine)
         warn_about_tiers(context, engine)
+        if traces is not None and hidden:
+            context.output.info(
+                f"a token with its hidden states takes {format_size(traces.token_bytes)}: {trace} holds about "
+                f"{trace_limit_bytes // traces.token_bytes} (--trace-limit)"
+            )
         key = context.session_key()
         hash_of = _session_hashes(key, demo=demo)
         dropped = spool.stats().dropped

@@ -177,6 +177,11 @@ def test_hidden_states_beside_the_same_selections(record, folder, tmp_path, monk
     monkeypatch.setattr("spark_agent.recording.TRACE_PIECE_BYTES", 2**18)
     report = record(folder, "--trace", tmp_path / "traces", "--hidden", "--router-input", "--json").json
     assert report["known"] == report["sessions"] == 5
+    # 4 layers of 8 selections and 2 * 256 values, 2 bytes each
+    result = record(
+        folder / "code.txt", "--trace", tmp_path / "more", "--hidden", "--router-input", "--trace-limit", "1M"
+    )
+    assert f"holds about {2**20 // (8 + 2 * 4 * (8 + 512))} (--trace-limit)" in result.err
     plain = load_traces(tmp_path / "plain")
     found = load_traces(tmp_path / "traces")
     assert found.hidden_kinds() == ["input", "router"]
