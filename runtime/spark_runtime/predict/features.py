@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 from spark_runtime.predict.selections import indicators
 from spark_runtime.simulator.traces import Trace
 
-__all__ = ["TOKENS_AT_ONCE", "blocks", "earlier_layers", "feature_matrix", "normalised"]
+__all__ = ["blocks", "earlier_layers", "feature_matrix", "normalised"]
 
 FloatArray = NDArray[np.float32]
-TOKENS_AT_ONCE = 8192
+_TOKENS_AT_ONCE = 8192
 _SMALLEST_SQUARE = 1e-6
 
 
@@ -22,7 +22,7 @@ def earlier_layers(layer: int, n_earlier: int) -> range:
 
 def blocks(n_tokens: int) -> list[slice]:
     """So many tokens in parts that fit in memory whatever is computed of them."""
-    return [slice(start, min(start + TOKENS_AT_ONCE, n_tokens)) for start in range(0, n_tokens, TOKENS_AT_ONCE)]
+    return [slice(start, min(start + _TOKENS_AT_ONCE, n_tokens)) for start in range(0, n_tokens, _TOKENS_AT_ONCE)]
 
 
 def normalised(hidden: NDArray[np.floating]) -> FloatArray:

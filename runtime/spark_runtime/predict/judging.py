@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spark_runtime.placement import Interval, bootstrap_intervals
+from spark_runtime.predict.features import blocks
 from spark_runtime.simulator.traces import Trace
 
 __all__ = ["Recall", "mean_recall", "session_recalls"]
@@ -37,8 +38,7 @@ def session_recalls(
     found = np.zeros((trace.n_tokens, len(counts)))
     ids = trace.ids[layer].astype(np.int64)
     most = min(max(counts), scores.shape[1])
-    for start in range(0, trace.n_tokens, 8192):
-        part = slice(start, start + 8192)
+    for part in blocks(trace.n_tokens):
         best = np.argsort(-scores[part], axis=1, kind="stable")[:, :most]
         rank = np.full(scores[part].shape, most, dtype=np.int64)
         np.put_along_axis(rank, best, np.broadcast_to(np.arange(most), best.shape), axis=1)
