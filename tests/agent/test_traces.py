@@ -12,7 +12,8 @@ import pytest
 
 from spark_agent.errors import RefusedError, SparkError
 from spark_agent.spool import Spool
-from spark_agent.traces import SessionTrace, TraceFolder, load_traces
+from spark_agent.trace_files import SessionTrace
+from spark_agent.traces import TraceFolder, load_traces
 from spark_agent.upload import preview
 from spark_runtime.session_counts import TokenTrace
 from spark_schemas.model import ExpertLayer, ModelShape

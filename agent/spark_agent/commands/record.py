@@ -255,7 +255,7 @@ def _trace_folder(path: Path | None, engine: Engine, limit_bytes: int) -> Abstra
 
 def _adder(traces: TraceFolder, session_hash: str, workload: str) -> Callable[[TokenTrace], None]:
     """Adds a session piece by piece."""
-    from spark_agent.traces import SessionTrace
+    from spark_agent.trace_files import SessionTrace
 
     first = 0
 

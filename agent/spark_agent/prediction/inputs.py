@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from spark_agent.errors import SparkError
 from spark_agent.simulation.sources import Source
-from spark_agent.traces import SessionTrace, TraceFile, load_traces
+from spark_agent.trace_files import SessionTrace
+from spark_agent.traces import TraceFile, load_traces
 from spark_runtime.hidden_kinds import HIDDEN_KINDS
 from spark_runtime.placement import layer_sizes
 from spark_runtime.predict.study import Sessions

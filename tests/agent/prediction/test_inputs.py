@@ -7,7 +7,8 @@ import pytest
 
 from spark_agent.errors import SparkError
 from spark_agent.prediction.inputs import read_recorded
-from spark_agent.traces import SessionTrace, TraceFolder
+from spark_agent.trace_files import SessionTrace
+from spark_agent.traces import TraceFolder
 from spark_schemas.model import ExpertLayer, ModelShape
 from spark_schemas.split import split_of
 
