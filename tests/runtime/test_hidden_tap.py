@@ -8,7 +8,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from small_architectures import ModelSize
+from small_architectures import ARCHITECTURES, ModelSize
 from small_models import write_small_model
 
 from spark_runtime.engine import Engine, EngineOptions
@@ -31,6 +31,8 @@ TYPICAL = (
     "smallthinker",
     "dbrx",
 )
+REFUSED = "qwen4exp"
+"""Mixes several streams before a block, which has no attention norm."""
 BOTH = ("input", "router")
 
 
@@ -116,6 +118,19 @@ def test_what_is_read_is_what_was_computed(architecture, tmp_path, monkeypatch):
             np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.parametrize("architecture", sorted(set(ARCHITECTURES) - {*TYPICAL, REFUSED}))
+def test_every_other_architecture_gives_them_and_stays_the_same(architecture, tmp_path):
+    path = write_small_model(tmp_path / "model.gguf", architecture, SIZE)
+    plain, logits = computed(path)
+    session, with_hidden = computed(path, BOTH)
+    assert np.array_equal(logits, with_hidden)
+    trace = session.take_trace()
+    for ids, expected, rows in zip(trace.ids, plain.take_trace().ids, trace.hidden["input"], strict=True):
+        assert np.array_equal(ids, expected)
+        assert rows.shape == (61, SIZE.embedding)
+        assert len(np.unique(rows)) > 100
+
+
 def test_routers_choose_by_what_they_read():
     """The router's own weights, applied to what was kept, give its selections; the first input is an embedding."""
     reader = gguf.GGUFReader(demo_model_path())
@@ -168,8 +183,8 @@ def test_a_trace_taken_in_pieces_is_the_whole():
 
 
 def test_an_architecture_without_such_a_tensor_is_refused(tmp_path):
-    path = write_small_model(tmp_path / "model.gguf", "qwen4exp", SIZE)
-    with pytest.raises(UnsupportedModelError, match="qwen4exp cannot be kept") as caught:
+    path = write_small_model(tmp_path / "model.gguf", REFUSED, SIZE)
+    with pytest.raises(UnsupportedModelError, match=f"{REFUSED} cannot be kept") as caught:
         Engine.load(path, options(("input",)))
     assert "without --hidden" in caught.value.hint
     session, _ = computed(path, ("router",))
