@@ -53,7 +53,7 @@ def train_command(
     ] = None,
     loss: Annotated[
         str, typer.Option(help="What linear and mlp are trained for: bce, listnet, ranknet, or all of them.")
-    ] = "listnet",
+    ] = "ranknet",
     phase: Annotated[str, typer.Option(help="decode, prefill, or both.")] = "decode",
     tokens: Annotated[
         int, typer.Option(min=0, help="Most tokens to learn from, spread over the sessions; 0: all.")
