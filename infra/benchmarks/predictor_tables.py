@@ -3,8 +3,8 @@
 Usage: predictor_tables.py --model GGUF [--model GGUF …] --texts FOLDER [--chunks N] [--device cuda] [--out FILE].
 
 Each model computes chunks of 960 tokens of every text; three quarters of a chunk count as decoded and are what is
-predicted. Every second text judges. Beside these sessions of one text there are mixed ones, as hostile as can be: pieces
-of 64 tokens of all texts of the same side in turn, in one context.
+predicted. Every second text judges. Beside these sessions of one text there are mixed ones, as hostile as can be:
+pieces of 64 tokens of all texts of the same side in turn, in one context.
 """
 
 from __future__ import annotations
