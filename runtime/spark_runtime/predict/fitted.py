@@ -123,7 +123,9 @@ class FittedLayer:
             return scores
         if self.kind.learner in TRAINED:
             places = earlier_layers(inputs.layer, self.kind.n_earlier)
-            parts = [
+            # A first layer may have nothing to read.
+            parts = [np.empty(0, np.float32)]
+            parts += [
                 indicators(ids[None], inputs.trace.n_experts[layer])[0]
                 for layer, ids in zip(places, earlier, strict=True)
             ]

@@ -69,9 +69,14 @@ def test_learning_and_judging_is_deterministic():
     assert [one.recall for one in results[0]] == [one.recall for one in results[1]]
 
 
-@pytest.mark.parametrize(
-    "kind", default_kinds(("input", "router"), LOSSES), ids=lambda kind: f"{kind.name} {kind.loss}"
-)
+# The last three read nothing at all in the first layer.
+ALONE = [
+    *default_kinds(("input", "router"), LOSSES),
+    *(kind for name in ("linear:layers2", "mlp:layers1", "ridge:layers2") for kind in parse_kind(name, ("ranknet",))),
+]
+
+
+@pytest.mark.parametrize("kind", dict.fromkeys(ALONE), ids=lambda kind: f"{kind.name} {kind.loss}")
 def test_a_token_alone_is_scored_as_among_others(kind: PredictorKind) -> None:
     given = sessions(3)
     for layer in range(len(N_EXPERTS)):
