@@ -6,6 +6,7 @@ import typer
 
 from spark_agent import __version__
 from spark_agent.commands.import_export import export_command, import_command
+from spark_agent.commands.predict import predict_app
 from spark_agent.commands.profiles import profiles_app, pull_profile_command
 from spark_agent.commands.service_key import service_key_app
 from spark_agent.commands.simulate import simulate_command
@@ -38,6 +39,7 @@ def add_profile_commands(target: typer.Typer) -> None:
     target.command("simulate")(simulate_command)
     target.command("import")(import_command)
     target.command("export")(export_command)
+    target.add_typer(predict_app, name="predict")
     target.add_typer(profiles_app, name="profiles")
     target.add_typer(service_key_app, name="service-key")
 

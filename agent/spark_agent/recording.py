@@ -14,13 +14,15 @@ from spark_agent.transcripts import Transcript, Turn
 from spark_runtime.chat import ChatFormat
 from spark_runtime.engine import Engine
 from spark_runtime.errors import ChatTemplateError
-from spark_runtime.session_counts import SessionCounts
+from spark_runtime.session_counts import SessionCounts, TokenTrace
 from spark_schemas.ids import Phase
 
 __all__ = ["DECODE_BATCH", "Segment", "record", "segments_of", "tokens_of"]
 
 DECODE_BATCH = 64
 """Known assistant tokens computed at once; bounds the logits to 64 rows, 39 MB for a vocabulary of 150,000."""
+TRACE_PIECE_BYTES = 2**26
+"""Of a trace that gathers before it is handed on."""
 TEXT_PROMPT_SHARE = 0.25
 """Of a plain text, the share taken as prompt: the rest counts as if the model had written it."""
 
@@ -54,14 +56,22 @@ def record(
     *,
     only: Sequence[tuple[int, int]] | None = None,
     keep_trace: bool = False,
+    on_trace: Callable[[TokenTrace], None] | None = None,
     before_step: Callable[[], None] = lambda: None,
 ) -> SessionCounts:
     """Compute a session's segments in an empty context and return its counts.
 
     ``only`` names the ranges of tokens to count, in order (``None``: all); what they do not need is not computed.
+    ``on_trace`` takes the trace piece by piece, so that hidden states of a long session need not fit in memory.
     ``before_step`` is called before every decode call; what it raises ends the recording.
     """
-    session = SessionCounts(engine.shape, keep_trace=keep_trace)
+    session = SessionCounts(engine.shape, keep_trace=keep_trace or on_trace is not None)
+
+    def before() -> None:
+        before_step()
+        if on_trace is not None and session.trace_bytes >= TRACE_PIECE_BYTES:
+            on_trace(session.take_trace())
+
     ranges = [(0, sum(len(segment.tokens) for segment in segments))] if only is None else only
     engine.reset()
     for segment, counts in _pieces(segments, ranges, engine.n_ctx):
@@ -72,8 +82,10 @@ def record(
                     engine.reset()
                 room = engine.n_ctx - engine.n_past
                 batch = DECODE_BATCH if segment.phase == "decode" else None
-                engine.feed(left[:room], segment.phase, batch=batch, before_step=before_step)
+                engine.feed(left[:room], segment.phase, batch=batch, before_step=before)
                 left = left[room:]
+    if on_trace is not None:
+        on_trace(session.take_trace())
     return session
 
 

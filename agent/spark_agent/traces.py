@@ -2,58 +2,36 @@
 
 A trace can be turned back into text (published attacks recover most of it), so nothing uploads one, and a trace file
 is readable by its owner only. A folder of traces has Parquet files, numbered in the order they were written; beyond its
-limit the oldest leave.
+limit the oldest leave. Hidden states beside the selections (float16) say even more; they are read a layer at a time.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ValidationError
 
 from spark_agent.errors import SparkError
 from spark_agent.files import replacing
+from spark_agent.trace_files import SessionTrace, read_hidden, read_trace, write_trace
 from spark_schemas.model import ModelShape
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+__all__ = ["DEFAULT_LIMIT_BYTES", "TraceFile", "TraceFolder", "load_traces"]
 
-__all__ = ["DEFAULT_LIMIT_BYTES", "SessionTrace", "TraceFile", "TraceFolder", "load_traces"]
-
-IntArray = NDArray[np.int64]
+HalfArray = NDArray[np.float16]
 
 DEFAULT_LIMIT_BYTES = 2**30
 FILE_BYTES = 64 * 2**20
-"""Of a file's selections before they are compressed."""
-MOST_LOADED_BYTES = 2**34
-"""Of the selections that a file may claim to hold, uncompressed."""
-_FORMAT = b"1"
+"""Of a file's selections and hidden states before they are compressed."""
 _NAME = re.compile(r"^trace-(?P<number>\d{6})\.parquet$")
 _TOKEN_BYTES = 8
 """What a token takes besides its selections, at most."""
 _MOST_NUMBER = 999_999
-
-
-@dataclass(frozen=True, slots=True)
-class SessionTrace:
-    """Selections of one session in its order."""
-
-    session_hash: str
-    workload: str
-    ids: list[IntArray]
-    """``ids[layer][token, k]`` in the router's order; -1 for a token that a layer did not route, or not surely."""
-    decode: NDArray[np.bool_]
-    """Per token; the others are of prompts."""
-    first: int = 0
-    """Place of the first token in its session: above 0 for what a long session goes on with in another file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +41,30 @@ class TraceFile:
     shape: ModelShape
     sessions: list[SessionTrace]
 
+    def hidden_kinds(self) -> list[str]:
+        """Kinds of hidden states that some session has in all its parts."""
+        found = [set.intersection(*(set(place.widths) for place in one.places)) for one in self.sessions if one.places]
+        return sorted(set().union(*found))
+
+    def with_hidden(self, kinds: Sequence[str]) -> TraceFile:
+        """The sessions that have these hidden states."""
+        kept = [one for one in self.sessions if all(kind in place.widths for place in one.places for kind in kinds)]
+        return TraceFile(self.shape, kept)
+
+    def hidden(self, kind: str, layer: int) -> HalfArray:
+        """``[token, value]`` of one layer over all sessions in their order; not a number where a token was not routed.
+
+        Raises :class:`SparkError` when a session has none, or a file cannot be read any more.
+        """
+        width = self.sessions[0].places[0].widths[kind][layer] if self.sessions else 0
+        parts = [np.empty((0, width), np.float16)]
+        opened: tuple[Path, HalfArray] | None = None
+        for place in (place for session in self.sessions for place in session.places):
+            if opened is None or opened[0] != place.path:
+                opened = place.path, read_hidden(place, self.shape, kind, layer)
+            parts.append(opened[1][place.start : place.end])
+        return np.concatenate(parts)
+
 
 @dataclass
 class TraceFolder:
@@ -71,6 +73,8 @@ class TraceFolder:
     path: Path
     shape: ModelShape
     limit_bytes: int = DEFAULT_LIMIT_BYTES
+    hidden_widths: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Of the hidden states that sessions come with, by kind and layer."""
     removed: int = 0
     """Files of the folder that left for newer ones."""
     written: list[Path] = field(default_factory=list)
@@ -83,15 +87,23 @@ class TraceFolder:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
+    @property
+    def token_bytes(self) -> int:
+        """What a token takes before compression, which does little to hidden states."""
+        selections = 2 * sum(layer.top_k for layer in self.shape.layers)
+        return _TOKEN_BYTES + selections + 2 * sum(sum(widths) for widths in self.hidden_widths.values())
+
     def add(self, session: SessionTrace) -> None:
-        """Take a session; raise :class:`SparkError` when it, or one before it, cannot be written."""
-        token_bytes = _TOKEN_BYTES + 2 * sum(layer.top_k for layer in self.shape.layers)
+        """Take a session, or what it goes on with; :class:`SparkError` when it, or one before, cannot be written."""
+        token_bytes = self.token_bytes
         # Two files must fit, so that a new one can be whole before an old one leaves.
         most = max(1, min(FILE_BYTES, self.limit_bytes // 2) // token_bytes)
         for start in range(0, len(session.decode), most):
             part = slice(start, start + most)
             ids = [layer[part] for layer in session.ids]
-            piece = SessionTrace(session.session_hash, session.workload, ids, session.decode[part], start)
+            hidden = {kind: [layer[part] for layer in layers] for kind, layers in session.hidden.items()}
+            first = session.first + start
+            piece = SessionTrace(session.session_hash, session.workload, ids, session.decode[part], first, hidden)
             size = len(piece.decode) * token_bytes
             if self._pending and self._pending_bytes + size > most * token_bytes:
                 self.close()
@@ -109,7 +121,7 @@ class TraceFolder:
         path = self.path / f"trace-{number:06d}.parquet"
         try:
             with replacing(path) as file:
-                _write(file, self.shape, self._pending)
+                write_trace(file, self.shape, self.hidden_widths, self._pending)
             self.written.append(path)
             self._rotate()
         except OSError as error:
@@ -150,7 +162,7 @@ def load_traces(path: Path) -> TraceFile:
     shape: ModelShape | None = None
     parts: dict[tuple[str, str], list[SessionTrace]] = {}
     for file in paths:
-        found, sessions = _read(file)
+        found, sessions = read_trace(file)
         if shape is not None and found.fingerprint != shape.fingerprint:
             raise SparkError(
                 f"{file} is of another model than {paths[0].name} ({found.fingerprint}, expected {shape.fingerprint})",
@@ -172,117 +184,11 @@ def _joined(parts: Sequence[SessionTrace]) -> SessionTrace:
     if len(parts) == 1:
         return parts[0]
     ids = [np.concatenate(layers) for layers in zip(*(part.ids for part in parts), strict=True)]
-    return SessionTrace(parts[0].session_hash, parts[0].workload, ids, np.concatenate([part.decode for part in parts]))
+    decode = np.concatenate([part.decode for part in parts])
+    places = tuple(place for part in parts for place in part.places)
+    return SessionTrace(parts[0].session_hash, parts[0].workload, ids, decode, places=places)
 
 
 def _files(folder: Path) -> list[tuple[int, Path]]:
     found = ((_NAME.match(entry.name), entry) for entry in folder.iterdir())
     return sorted((int(match["number"]), entry) for match, entry in found if match is not None)
-
-
-def _schema(shape: ModelShape) -> pa.Schema:
-    import pyarrow as pa
-
-    names = pa.dictionary(pa.int32(), pa.string())
-    layers = [(f"block_{layer.block}", pa.list_(pa.uint16(), layer.top_k)) for layer in shape.layers]
-    fields: list[pa.Field[Any]] = [
-        pa.field("session", names, nullable=False),
-        pa.field("workload", names, nullable=False),
-    ]
-    fields += [pa.field("token", pa.uint32(), nullable=False), pa.field("decode", pa.bool_(), nullable=False)]
-    fields += [pa.field(*layer) for layer in layers]
-    return pa.schema(fields, {"spark.trace": _FORMAT, "spark.model": shape.model_dump_json().encode()})
-
-
-def _write(file: Any, shape: ModelShape, sessions: Sequence[SessionTrace]) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    schema = _schema(shape)
-    with pq.ParquetWriter(file, schema, compression="zstd") as writer:
-        for session in sessions:
-            n_tokens = len(session.decode)
-            columns: list[pa.Array[Any]] = [
-                pa.DictionaryArray.from_arrays(np.zeros(n_tokens, dtype=np.int32), pa.array([name]))
-                for name in (session.session_hash, session.workload)
-            ]
-            columns.append(pa.array(np.arange(session.first, session.first + n_tokens, dtype=np.uint32)))
-            columns.append(pa.array(session.decode))
-            for layer, ids in zip(shape.layers, session.ids, strict=True):
-                missing = (ids < 0).any(axis=1)
-                values = pa.array(np.maximum(ids, 0).astype(np.uint16).ravel())
-                columns.append(
-                    pa.FixedSizeListArray.from_arrays(values, layer.top_k, mask=pa.array(cast("Any", missing)))
-                )
-            writer.write_table(pa.Table.from_arrays(columns, schema=schema))
-
-
-def _read(path: Path) -> tuple[ModelShape, list[SessionTrace]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(path) as file:
-            shape = _shape(file)
-            return shape, list(_sessions(file, shape))
-    except (OSError, ValueError, ValidationError, pa.ArrowException) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise SparkError(f"{path} is not a trace written by spark-agent: {reason}", "record it again") from error
-
-
-def _shape(file: pq.ParquetFile) -> ModelShape:
-    metadata = file.schema_arrow.metadata or {}
-    if metadata.get(b"spark.trace") != _FORMAT:
-        raise ValueError(f"spark.trace is {metadata.get(b'spark.trace')!r}, expected {_FORMAT!r}")
-    shape = ModelShape.model_validate_json(metadata.get(b"spark.model", b""))
-    expected = _schema(shape)
-    if not file.schema_arrow.equals(expected):
-        raise ValueError("its columns are not those of its model")
-    token_bytes = 2 * sum(layer.top_k for layer in shape.layers)
-    if file.metadata.num_rows * token_bytes > MOST_LOADED_BYTES:
-        raise ValueError(f"{file.metadata.num_rows} tokens, expected at most {MOST_LOADED_BYTES // token_bytes}")
-    return shape
-
-
-def _sessions(file: pq.ParquetFile, shape: ModelShape) -> Iterator[SessionTrace]:
-    """One a row group at a time; a row group may hold parts of several sessions."""
-    import pyarrow as pa
-
-    for group in range(file.metadata.num_row_groups):
-        table = file.read_row_group(group).combine_chunks()
-        if not len(table):
-            continue
-        names = [
-            table.column(name).combine_chunks().cast(pa.string()).to_numpy(zero_copy_only=False) for name in _NAMES
-        ]
-        decode = table.column("decode").combine_chunks().to_numpy(zero_copy_only=False).astype(bool)
-        token = table.column("token").combine_chunks().to_numpy().astype(np.int64)
-        ids = [
-            _selections(table.column(f"block_{layer.block}"), layer.top_k, layer.n_experts) for layer in shape.layers
-        ]
-        changes = np.flatnonzero((names[0][1:] != names[0][:-1]) | (names[1][1:] != names[1][:-1])) + 1
-        edges = [0, *changes.tolist(), len(table)]
-        for start, end in itertools.pairwise(edges):
-            part = slice(start, end)
-            if not _HASH.match(str(names[0][start])):
-                raise ValueError(f"session {names[0][start]!r}, expected 64 hex digits")
-            first = int(token[start])
-            if (token[part] != np.arange(first, first + end - start)).any():
-                raise ValueError("a session's tokens are not in order")
-            yield SessionTrace(
-                str(names[0][start]), str(names[1][start]), [layer[part] for layer in ids], decode[part], first
-            )
-
-
-_NAMES = ("session", "workload")
-_HASH = re.compile(r"^[0-9a-f]{64}$")
-
-
-def _selections(column: Any, top_k: int, n_experts: int) -> IntArray:
-    array = column.combine_chunks()
-    present = array.is_valid().to_numpy(zero_copy_only=False)
-    ids = np.full((len(array), top_k), -1, dtype=np.int64)
-    ids[present] = array.drop_null().flatten().to_numpy().reshape(-1, top_k)
-    if ids.size and ids.max() >= n_experts:
-        raise ValueError(f"expert {ids.max()}, expected at most {n_experts - 1}")
-    return ids

@@ -23,6 +23,8 @@ from spark_runtime.devices import registered_devices
 from spark_runtime.errors import ContextFullError, InstallationError, TierError
 from spark_runtime.gguf_file import read_gguf
 from spark_runtime.grammar import GrammarHost
+from spark_runtime.hidden_kinds import HiddenKind
+from spark_runtime.hidden_tap import HiddenTap
 from spark_runtime.llama import ComputeOptions, LlamaContext, LoadOptions, bindings
 from spark_runtime.model_shape import shape_of
 from spark_runtime.native_tap import NativeTap, native_library
@@ -63,6 +65,8 @@ class EngineOptions(ComputeOptions):
     """Compute through the tiers' proxy device with nothing tiered: what tiers are compared with."""
     devices: int = 0
     """Devices that llama.cpp spreads the blocks over; 0 takes every GPU, or one device over the CPU."""
+    hidden: tuple[HiddenKind, ...] = ()
+    """Hidden states that sessions with a trace keep as well, counted in Python. Not with tiers."""
 
 
 class _ContextArguments(TypedDict):
@@ -103,6 +107,8 @@ class Engine:
         """Why counting goes through Python, which is slower; ``None`` when it does not."""
         self.tier = tier
         """The model's slots; ``None`` when every expert is resident."""
+        self.hidden_widths: dict[HiddenKind, list[int]] = {}
+        """Values of a token in each layer, by kind of hidden states that are kept."""
         self._context = context
         self._collector = collector
         self._computing = Computing(context, collector, tier, n_outputs_max)
@@ -116,6 +122,8 @@ class Engine:
     def load(cls, path: Path, options: EngineOptions | None = None) -> Self:
         """Read the shape, then load the model; errors as ``model_shape.shape_of`` and ``LlamaContext``."""
         options = options or EngineOptions()
+        if options.hidden and (options.tier is not None or not options.count_routing):
+            raise TierError("hidden states are read while routing is counted without tiers", "load with neither")
         model = read_gguf(path)
         shape = shape_of(model)
         resolved = replace(
@@ -139,7 +147,7 @@ class Engine:
             counting = TierCounting(tier) if tier is not None and options.count_routing else None
             return cls(model.path, context, shape, counting, on_gpu=on_gpu, native_fault=None, tier=tier, **of_context)
         collector = Collector(shape) if options.count_routing else None
-        tap, native_fault = _tap_for(collector, native=options.native)
+        tap, native_fault = _tap_for(collector, native=options.native, hidden=options.hidden)
         if options.proxy:
             context, _ = load_tiered(model.path, shape, None, load, devices=n_devices, tap=tap, **arguments)
         else:
@@ -148,7 +156,10 @@ class Engine:
             context = LlamaContext(model.path, options=load, tap=tap, **arguments)
         if tap is not None:
             _learn_graph(context, tap)
-        return cls(model.path, context, shape, collector, on_gpu=on_gpu, native_fault=native_fault, **of_context)
+        engine = cls(model.path, context, shape, collector, on_gpu=on_gpu, native_fault=native_fault, **of_context)
+        if isinstance(tap, HiddenTap):
+            engine.hidden_widths = dict(tap.widths)
+        return engine
 
     def __enter__(self) -> Self:
         return self
@@ -329,11 +340,13 @@ class Engine:
 
 
 def _tap_for(
-    collector: Collector | None, *, native: bool
+    collector: Collector | None, *, native: bool, hidden: tuple[HiddenKind, ...] = ()
 ) -> tuple[EvalTap | NativeTap | None, InstallationError | None]:
     """The quickest source of selections that this machine can have, and why it is not the native one."""
     if collector is None:
         return None, None
+    if hidden:
+        return HiddenTap(collector, hidden), None
     if not native:
         return EvalTap(collector), None
     try:
@@ -348,6 +361,8 @@ def _learn_graph(context: LlamaContext, tap: EvalTap | NativeTap) -> None:
         with tap.learning():
             context.decode([0], 0, all_outputs=False)
         context.forget_all()
+        if isinstance(tap, HiddenTap):
+            tap.check_learned()
     except BaseException:
         context.close()
         raise

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +16,10 @@ from spark_schemas.live import LiveMisses
 from spark_schemas.model import ModelShape
 from spark_schemas.split import split_of
 
-__all__ = ["SessionCounts", "TierMisses"]
+__all__ = ["SessionCounts", "TierMisses", "TokenTrace"]
 
 IntArray = NDArray[np.int64]
+HalfArray = NDArray[np.float16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,27 @@ class TierMisses:
     selections: int
     cold_hits: int
     start: TierStart
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTrace:
+    """Tokens of a session in their order."""
+
+    decode: NDArray[np.bool_]
+    """Whether each was decoded; the others are of prompts."""
+    ids: list[IntArray]
+    """``[token, k]`` of every layer; -1 throughout a call of which a layer did not route every token, as nothing says
+    which ones it left out."""
+    hidden: dict[str, list[HalfArray]] = field(default_factory=dict)
+    """By kind (``hidden_kinds.HiddenKind``): ``[token, value]`` of every layer, not a number where -1 is above."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    phase: Phase
+    n_tokens: int
+    ids: Sequence[IntArray]
+    hidden: Mapping[str, Sequence[HalfArray]]
 
 
 class SessionCounts:
@@ -46,11 +68,19 @@ class SessionCounts:
         self._routed: dict[Phase, list[int]] = {phase: [0] * len(shape.layers) for phase in self.tokens}
         self._recency = [RecencyOrder(layer.n_experts) for layer in shape.layers]
         self._distances = [np.zeros(layer.n_experts + 1, dtype=np.int64) for layer in shape.layers]
-        self._trace: list[tuple[Phase, int, Sequence[IntArray]]] | None = [] if keep_trace else None
+        self._trace: list[_Call] | None = [] if keep_trace else None
+        self.trace_bytes = 0
+        """What the trace takes in memory, and what :meth:`take_trace` gives back."""
         self._misses: list[TierMisses] = []
 
-    def add(self, phase: Phase, n_tokens: int, ids: Sequence[IntArray]) -> None:
-        """Add ``ids[layer][token, k]`` of ``n_tokens`` tokens, in their order."""
+    def add(
+        self,
+        phase: Phase,
+        n_tokens: int,
+        ids: Sequence[IntArray],
+        hidden: Mapping[str, Sequence[HalfArray]] | None = None,
+    ) -> None:
+        """Add ``ids[layer][token, k]`` of ``n_tokens`` tokens, in their order, and for a trace their hidden states."""
         self.tokens[phase] += n_tokens
         for index, selected in enumerate(ids):
             n_experts = self.shape.layers[index].n_experts
@@ -60,7 +90,9 @@ class SessionCounts:
                 distances = self._recency[index].observe(selected)
                 self._distances[index] += np.bincount(distances.ravel(), minlength=n_experts + 1)
         if self._trace is not None:
-            self._trace.append((phase, n_tokens, ids))
+            self._trace.append(_Call(phase, n_tokens, ids, hidden or {}))
+            self.trace_bytes += sum(selected.nbytes for selected in ids)
+            self.trace_bytes += sum(rows.nbytes for layers in (hidden or {}).values() for rows in layers)
 
     def absorb(
         self,
@@ -120,23 +152,41 @@ class SessionCounts:
         return [layer[decode] for layer in ids]
 
     def token_trace(self) -> tuple[NDArray[np.bool_], list[IntArray]]:
-        """Whether each token was decoded, and ``ids[token, k]`` of every layer, in the order of the session.
+        """:attr:`TokenTrace.decode` and :attr:`TokenTrace.ids` of what :meth:`take_trace` has not taken.
 
-        -1 throughout a call of which a layer did not route every token: nothing says which ones it left out. Raises
-        ``ValueError`` when no trace was to be kept.
+        Raises ``ValueError`` when no trace was to be kept.
         """
         if self._trace is None:
             raise ValueError("no trace was kept, expected SessionCounts(keep_trace=True)")
-        calls = [(phase == "decode", n_tokens) for phase, n_tokens, _ in self._trace]
-        decode = np.repeat([flag for flag, _ in calls], [n_tokens for _, n_tokens in calls]).astype(bool)
+        calls = [call.phase == "decode" for call in self._trace]
+        decode = np.repeat(calls, [call.n_tokens for call in self._trace]).astype(bool)
         layers = []
         for index, layer in enumerate(self.shape.layers):
             parts = [np.empty((0, layer.top_k), dtype=np.int64)]
-            for _, n_tokens, ids in self._trace:
-                whole = len(ids[index]) == n_tokens
-                parts.append(ids[index] if whole else np.full((n_tokens, layer.top_k), -1, dtype=np.int64))
+            for call in self._trace:
+                whole = len(call.ids[index]) == call.n_tokens
+                parts.append(call.ids[index] if whole else np.full((call.n_tokens, layer.top_k), -1, dtype=np.int64))
             layers.append(np.concatenate(parts))
         return decode, layers
+
+    def take_trace(self) -> TokenTrace:
+        """The tokens since the last time, which are forgotten here; ``ValueError`` when no trace was to be kept."""
+        decode, ids = self.token_trace()
+        calls, self._trace = self._trace or [], []
+        self.trace_bytes = 0
+        hidden = {}
+        for kind in calls[0].hidden if calls else ():
+            layers = []
+            for index in range(len(self.shape.layers)):
+                width = max(call.hidden[kind][index].shape[1] for call in calls)
+                parts = [
+                    rows if len(rows) == call.n_tokens else np.full((call.n_tokens, width), np.nan, np.float16)
+                    for call in calls
+                    for rows in [call.hidden[kind][index]]
+                ]
+                layers.append(np.concatenate(parts))
+            hidden[kind] = layers
+        return TokenTrace(decode, ids, hidden)
 
     def to_histogram(self, session_hash: str, workload: str, live: LiveMisses | None = None) -> SessionHistogram | None:
         """The counts as they may be stored and uploaded, with what was measured; ``None`` before the first token."""

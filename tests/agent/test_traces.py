@@ -12,8 +12,10 @@ import pytest
 
 from spark_agent.errors import RefusedError, SparkError
 from spark_agent.spool import Spool
-from spark_agent.traces import SessionTrace, TraceFolder, load_traces
+from spark_agent.trace_files import SessionTrace
+from spark_agent.traces import TraceFolder, load_traces
 from spark_agent.upload import preview
+from spark_runtime.session_counts import TokenTrace
 from spark_schemas.model import ExpertLayer, ModelShape
 
 
@@ -35,6 +37,7 @@ def shape_of(*top_ks: int, name: str = "a") -> ModelShape:
 
 
 SHAPE = shape_of(2, 4)
+N_TOKENS = 312
 
 
 def session(seed: int, tokens: int, workload: str = "chat") -> SessionTrace:
@@ -100,6 +103,92 @@ def test_long_sessions_go_over_several_files(tmp_path):
     assert same(load_traces(tmp_path).sessions, [session(2, 10), long, session(3, 10)])
 
 
+WIDTHS = {"input": [3, 5], "router": [3, 4]}
+
+
+def hidden_session(seed: int, tokens: int, first: int = 0, widths=WIDTHS) -> SessionTrace:
+    plain = session(seed, first + tokens)
+    rng = np.random.default_rng(seed)
+    part = slice(first, first + tokens)
+    rows = {
+        kind: [rng.standard_normal((first + tokens, width)).astype(np.float16)[part] for width in layers]
+        for kind, layers in widths.items()
+    }
+    ids = [layer[part] for layer in plain.ids]
+    return SessionTrace(plain.session_hash, plain.workload, ids, plain.decode[part], first, rows)
+
+
+def test_hidden_states_come_back_in_the_order_of_the_sessions(tmp_path):
+    """Over several files, beside older ones without any, and of a session that came in pieces."""
+    save(tmp_path, [session(9, 20)])
+    limit = 600_000
+    pieces = [hidden_session(1, 3000), hidden_session(2, 4000)]
+    save(tmp_path, [*pieces, hidden_session(3, 50), hidden_session(3, 70, 50)], limit_bytes=limit, hidden_widths=WIDTHS)
+    assert len(list(tmp_path.iterdir())) > 2
+    assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o600}
+    found = load_traces(tmp_path)
+    assert found.hidden_kinds() == ["input", "router"]
+    assert len(found.sessions) == 4
+    with pytest.raises(KeyError):
+        found.hidden("input", 0)
+    kept = found.with_hidden(["input", "router"])
+    assert [len(item.decode) for item in kept.sessions] == [3000, 4000, 120]
+    whole = [*pieces, hidden_session(3, 120)]
+    for kind, layers in WIDTHS.items():
+        for layer, width in enumerate(layers):
+            expected = [item.hidden[kind][layer] for item in whole[:2]]
+            values = kept.hidden(kind, layer)
+            assert values.dtype == np.float16
+            assert values.shape == (7120, width)
+            np.testing.assert_array_equal(values[:7000], np.concatenate(expected))
+
+
+def test_hidden_states_count_toward_the_limit(tmp_path):
+    limit = 200_000
+    for seed in range(8):
+        found = save(tmp_path, [hidden_session(seed, 2000)], limit_bytes=limit, hidden_widths=WIDTHS)
+        assert sum(path.stat().st_size for path in tmp_path.glob("*.parquet")) <= limit
+    assert found.removed
+    assert load_traces(tmp_path).hidden_kinds() == ["input", "router"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"meta_hidden": "{}"},
+        {"meta_hidden": "[]"},
+        {"meta_hidden": "no json"},
+        {"meta_hidden": '{"output": [3, 5], "router": [3, 4]}'},
+        {"meta_hidden": '{"input": [3], "router": [3, 4]}'},
+        {"meta_hidden": '{"input": [3, 0], "router": [3, 4]}'},
+        {"meta_hidden": '{"input": [3, 4], "router": [3, 4]}'},
+        {"meta_hidden": '{"input": [3, 5]}'},
+        {"meta_trace": "1"},
+        {"input_1": None},
+    ],
+    ids=range(10),
+)
+def test_altered_hidden_states_are_refused(tmp_path, changes):
+    save(tmp_path, [hidden_session(1, N_TOKENS)], hidden_widths=WIDTHS)
+    path = tmp_path / "trace-000001.parquet"
+    rewrite(path)
+    assert load_traces(path).hidden("router", 1).shape == (N_TOKENS, 4)
+    rewrite(path, **changes)
+    with pytest.raises(SparkError, match="is not a trace"):
+        load_traces(path)
+
+
+def test_hidden_states_that_went_away_meanwhile(tmp_path):
+    save(tmp_path, [hidden_session(1, 30)], hidden_widths=WIDTHS)
+    found = load_traces(tmp_path)
+    (tmp_path / "trace-000001.parquet").unlink()
+    with pytest.raises(SparkError, match="is not a trace"):
+        found.hidden("input", 0)
+    save(tmp_path, [session(1, 30)])
+    with pytest.raises(SparkError, match="no longer has input"):
+        found.hidden("input", 0)
+
+
 def test_the_oldest_files_leave_for_new_ones(tmp_path):
     limit = 100_000
     for seed in range(12):
@@ -142,13 +231,11 @@ def rewrite(path: Path, **changes: object) -> None:
     pq.write_table(table.replace_schema_metadata(metadata), path)
 
 
-N_TOKENS = 312
-
-
 @pytest.mark.parametrize(
     "changes",
     [
         {"meta_trace": "2"},
+        {"meta_trace": "3"},
         {"meta_trace": ""},
         {"meta_model": "{}"},
         {"meta_model": shape_of(2, 4, 4).model_dump_json()},
@@ -160,7 +247,7 @@ N_TOKENS = 312
         {"session": pa.array(["nobody"] * N_TOKENS).dictionary_encode()},
         {"token": pa.array([0] * N_TOKENS, pa.uint32())},
     ],
-    ids=range(11),
+    ids=range(12),
 )
 def test_altered_files_are_refused(folder, changes):
     path = folder / "trace-000001.parquet"
@@ -212,9 +299,10 @@ def test_another_models_trace_is_refused(folder):
 
 
 def test_a_trace_never_gets_into_the_spool(tmp_path, sessions):
-    with Spool.open(tmp_path / "spool.db") as spool, pytest.raises(RefusedError, match="only histograms") as caught:
-        spool.add(SHAPE, sessions[0])
-    assert caught.value.exit_code == 3
+    for trace in (sessions[0], hidden_session(1, 3), TokenTrace(sessions[0].decode, sessions[0].ids)):
+        with Spool.open(tmp_path / "spool.db") as spool, pytest.raises(RefusedError, match="only histograms") as caught:
+            spool.add(SHAPE, trace)
+        assert caught.value.exit_code == 3
 
 
 def test_a_trace_smuggled_into_the_spool_is_not_sent(tmp_path, make_model, make_session):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,6 +23,10 @@ from spark_agent.workload_name import check_workload_name
 
 if TYPE_CHECKING:
     from spark_agent.recording import Segment
+    from spark_agent.traces import TraceFolder
+    from spark_runtime.engine import Engine
+    from spark_runtime.hidden_kinds import HiddenKind
+    from spark_runtime.session_counts import TokenTrace
 
 __all__ = ["record_command"]
 
@@ -67,6 +71,16 @@ def record_command(
     trace: Annotated[
         Path | None, typer.Option(help="Also keep token-level traces in this local folder; they are never uploaded.")
     ] = None,
+    hidden: Annotated[
+        bool, typer.Option("--hidden", help="Traces also keep the hidden state that each layer starts from (float16).")
+    ] = False,
+    router_input: Annotated[
+        bool,
+        typer.Option(
+            "--router-input",
+            help="Traces also keep what each router reads, after attention: how well selections could be predicted.",
+        ),
+    ] = False,
     trace_limit: Annotated[
         str, typer.Option(help="Most that the folder of traces may take; the oldest files leave.")
     ] = "1G",
@@ -89,6 +103,8 @@ def record_command(
     work = _demo_work(sessions, workload) if demo else _named_work(sessions, workload)
     limit_bytes = parse_size(trace_limit, "--trace-limit")
     _check_trace(trace)
+    if trace is None and (hidden or router_input):
+        raise UsageError("--hidden and --router-input say what a trace keeps", "add --trace FOLDER")
     path = context.model_path(model)
     context = ask_once(context)
     try:
@@ -99,6 +115,7 @@ def record_command(
             report,
             trace=trace,
             trace_limit_bytes=limit_bytes,
+            hidden=_hidden_kinds(block_input=hidden, router_input=router_input),
             max_tokens=max_tokens,
             ctx=ctx,
             threads=threads,
@@ -169,6 +186,7 @@ def _record(
     *,
     trace: Path | None,
     trace_limit_bytes: int,
+    hidden: Sequence[HiddenKind],
     max_tokens: int,
     ctx: int,
     threads: int,
@@ -178,7 +196,6 @@ def _record(
     from spark_agent.recorded import missing, stretches
     from spark_agent.recording import DECODE_BATCH, record, segments_of, tokens_of
     from spark_agent.served import marks_of_transcript
-    from spark_agent.traces import SessionTrace, TraceFolder
     from spark_runtime.chat import ChatFormat
     from spark_runtime.engine import Engine, context_for
     from spark_runtime.gguf_file import read_gguf
@@ -191,16 +208,21 @@ def _record(
     tiers = TierOptions(no_tier=trace is not None)
     plan = plan_for(file, shape, tiers, None, n_ctx, n_outputs_max=DECODE_BATCH)
     options = planned_options(plan, tiers, n_ctx, threads, n_outputs_max=DECODE_BATCH)
-    traces = None if trace is None else TraceFolder(trace, shape, trace_limit_bytes)
+    options = replace(options, hidden=tuple(hidden))
     with (
-        traces or nullcontext(),
         Engine.load(model, options) as engine,
+        _trace_folder(trace, engine, trace_limit_bytes) as traces,
         context.spool() as spool,
         context.output.progress("recording sessions", len(work) if isinstance(work, list) else None) as advance,
         interrupts_at_checks() as check_interrupt,
     ):
         warn_about_counting(context, engine)
         warn_about_tiers(context, engine)
+        if traces is not None and hidden:
+            context.output.info(
+                f"a token with its hidden states takes {format_size(traces.token_bytes)}: {trace} holds about "
+                f"{trace_limit_bytes // traces.token_bytes} (--trace-limit)"
+            )
         key = context.session_key()
         hash_of = _session_hashes(key, demo=demo)
         dropped = spool.stats().dropped
@@ -225,9 +247,8 @@ def _record(
             left = missing(key, tokens, spool.recorded(engine.shape.fingerprint, hashed, workload))
             is_new = left == [(0, len(tokens))]
             if traces is not None:
-                counts = record(engine, segments, keep_trace=True, before_step=check_interrupt)
-                decode, ids = counts.token_trace()
-                traces.add(SessionTrace(hashed, workload, ids, decode))
+                add = _adder(traces, hashed, workload)
+                counts = record(engine, segments, on_trace=add, before_step=check_interrupt)
             if was_served:
                 left = []
             if left and (traces is None or not is_new):
@@ -244,6 +265,34 @@ def _record(
             f"{counted(traces.removed, 'file')} of older traces left {trace}, which may take "
             f"{format_size(trace_limit_bytes)} (--trace-limit)"
         )
+
+
+def _hidden_kinds(*, block_input: bool, router_input: bool) -> list[HiddenKind]:
+    asked: dict[HiddenKind, bool] = {"input": block_input, "router": router_input}
+    return [kind for kind, wanted in asked.items() if wanted]
+
+
+def _trace_folder(path: Path | None, engine: Engine, limit_bytes: int) -> AbstractContextManager[TraceFolder | None]:
+    from spark_agent.traces import TraceFolder
+
+    if path is None:
+        return nullcontext()
+    widths = {str(kind): widths for kind, widths in engine.hidden_widths.items()}
+    return TraceFolder(path, engine.shape, limit_bytes, widths)
+
+
+def _adder(traces: TraceFolder, session_hash: str, workload: str) -> Callable[[TokenTrace], None]:
+    """Adds a session piece by piece."""
+    from spark_agent.trace_files import SessionTrace
+
+    first = 0
+
+    def add(piece: TokenTrace) -> None:
+        nonlocal first
+        traces.add(SessionTrace(session_hash, workload, piece.ids, piece.decode, first, piece.hidden))
+        first += len(piece.decode)
+
+    return add
 
 
 def _session_hashes(key: bytes, *, demo: bool) -> Callable[[Transcript], str]:

@@ -27,7 +27,8 @@ from spark_agent.demo.sessions import DEMO_KEY
 from spark_agent.errors import SparkError, UsageError
 from spark_agent.manifests import load_manifest
 from spark_agent.output import Output, report_fault
-from spark_agent.traces import SessionTrace, load_traces
+from spark_agent.trace_files import SessionTrace
+from spark_agent.traces import load_traces
 from spark_runtime.engine import default_context
 from spark_runtime.model_shape import read_model_shape
 from spark_runtime.models import demo_model_path

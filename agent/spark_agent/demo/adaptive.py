@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spark_agent.traces import SessionTrace
+from spark_agent.trace_files import SessionTrace
 from spark_runtime.placement import Interval, bootstrap_interval, expert_order
 from spark_runtime.simulate import lru_cold_hits
 from spark_schemas.manifest import PlacementManifest

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from spark_agent.errors import SparkError
 from spark_agent.formats.profile import ImportedProfile, load_profile
-from spark_agent.traces import SessionTrace
+from spark_agent.trace_files import SessionTrace
 from spark_runtime.placement import LayerSizes, layer_sizes
 from spark_runtime.simulator.histograms import SessionCounts
 from spark_runtime.simulator.study import PhaseOf

@@ -7,12 +7,12 @@ session, and forgotten with the sums. They are far more revealing than frequenci
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from spark_runtime.predict.features import blocks, earlier_layers, feature_matrix
 from spark_runtime.predict.selections import indicators, moving_averages
 from spark_runtime.simulator.traces import Trace
 
@@ -20,12 +20,6 @@ __all__ = ["NaiveBayes", "Predictor", "Ridge", "earlier_layers"]
 
 FloatArray = NDArray[np.float32]
 _SumArray = NDArray[np.float64]
-_TOKENS_AT_ONCE = 8192
-
-
-def earlier_layers(layer: int, n_earlier: int) -> range:
-    """The layers whose selections predict ``layer``: up to ``n_earlier`` before it, fewer at the start."""
-    return range(max(0, layer - n_earlier), layer)
 
 
 @dataclass(slots=True)
@@ -43,33 +37,39 @@ class NaiveBayes:
 
     def learn(self, trace: Trace) -> None:
         """Add a trace's tokens."""
-        for rows in _blocks(trace.n_tokens):
-            evidence = _evidence(trace, self.layer, self.n_earlier, rows)
+        for rows in blocks(trace.n_tokens):
+            evidence = feature_matrix(trace, self.layer, rows, self.n_earlier)
             target = indicators(trace.ids[self.layer][rows], trace.n_experts[self.layer])
             together, selected = (evidence.T @ target).astype(np.float64), target.sum(axis=0, dtype=np.float64)
             self._together = together if self._together is None else self._together + together
             self._selected = selected if self._selected is None else self._selected + selected
+
+    @property
+    def weights(self) -> tuple[FloatArray, FloatArray]:
+        """``[evidence, expert]`` and ``[expert]``, logarithms; ``ValueError`` before anything was learned."""
+        if self._selected is None or self._together is None:
+            raise ValueError("nothing was learned")
+        chance = (self._together + self.smoothing) / (self._selected + 2 * self.smoothing)
+        base = np.log(self._selected + self.smoothing)
+        return np.log(chance).astype(np.float32), base.astype(np.float32)
 
     def scores(self, trace: Trace) -> FloatArray:
         """``[token, expert]``: logarithms of what is proportional to the chance of a selection.
 
         Raises ``ValueError`` before anything was learned.
         """
-        if self._selected is None or self._together is None:
-            raise ValueError("nothing was learned")
-        chance = (self._together + self.smoothing) / (self._selected + 2 * self.smoothing)
-        base = np.log(self._selected + self.smoothing)
-        weights = np.log(chance).astype(np.float32)
-        parts = [_evidence(trace, self.layer, self.n_earlier, rows) @ weights for rows in _blocks(trace.n_tokens)]
+        weights, base = self.weights
+        parts = [feature_matrix(trace, self.layer, rows, self.n_earlier) @ weights for rows in blocks(trace.n_tokens)]
         result = np.concatenate(parts) if parts else np.empty((0, len(base)), np.float32)
-        return result + base.astype(np.float32)
+        return result + base
 
 
 @dataclass(slots=True)
 class Ridge:
     """Linear regression of the selection with an L2 penalty (Hoerl and Kennard 1970), from its normal equations.
 
-    Reading two sparse rows of a matrix makes a prediction: a few hundred additions.
+    Reading two sparse rows of a matrix makes a prediction: a few hundred additions. Hidden states, ``[token, value]``
+    of the trace's tokens, may be read as well, which makes it a product with a dense vector.
     """
 
     layer: int
@@ -83,11 +83,11 @@ class Ridge:
     """``[feature, expert]``"""
     _weights: FloatArray | None = field(default=None, repr=False)
 
-    def learn(self, trace: Trace) -> None:
+    def learn(self, trace: Trace, hidden: NDArray[np.floating] | None = None) -> None:
         """Add a trace's tokens."""
         average = self._average(trace)
-        for rows in _blocks(trace.n_tokens):
-            features = self._features(trace, rows, average)
+        for rows in blocks(trace.n_tokens):
+            features = self._features(trace, rows, average, hidden)
             target = indicators(trace.ids[self.layer][rows], trace.n_experts[self.layer])
             squares, products = (features.T @ features).astype(np.float64), (features.T @ target).astype(np.float64)
             self._squares = squares if self._squares is None else self._squares + squares
@@ -96,7 +96,7 @@ class Ridge:
 
     @property
     def weights(self) -> FloatArray:
-        """``[feature, expert]``: the earlier layers' experts, a constant, then the moving average's.
+        """``[feature, expert]``: the earlier layers' experts, a constant, the moving average's, the hidden states'.
 
         Raises ``ValueError`` before anything was learned.
         """
@@ -107,10 +107,10 @@ class Ridge:
             self._weights = np.linalg.solve(damped, self._products).astype(np.float32)
         return self._weights
 
-    def scores(self, trace: Trace) -> FloatArray:
+    def scores(self, trace: Trace, hidden: NDArray[np.floating] | None = None) -> FloatArray:
         """``[token, expert]``: about the chance of a selection, not cut to 0 and 1."""
         average = self._average(trace)
-        parts = [self._features(trace, rows, average) @ self.weights for rows in _blocks(trace.n_tokens)]
+        parts = [self._features(trace, rows, average, hidden) @ self.weights for rows in blocks(trace.n_tokens)]
         return np.concatenate(parts) if parts else np.empty((0, trace.n_experts[self.layer]), np.float32)
 
     def _average(self, trace: Trace) -> FloatArray | None:
@@ -119,19 +119,10 @@ class Ridge:
         # As a rate, so that one penalty suits both kinds of features.
         return moving_averages(trace, self.layer, self.average_decay) * np.float32(1 - self.average_decay)
 
-    def _features(self, trace: Trace, rows: slice, average: FloatArray | None) -> FloatArray:
-        evidence = _evidence(trace, self.layer, self.n_earlier, rows)
-        parts: Sequence[FloatArray] = [evidence, np.ones((len(evidence), 1), np.float32)]
-        return np.concatenate([*parts, average[rows]] if average is not None else parts, axis=1)
+    def _features(
+        self, trace: Trace, rows: slice, average: FloatArray | None, hidden: NDArray[np.floating] | None
+    ) -> FloatArray:
+        return feature_matrix(trace, self.layer, rows, self.n_earlier, constant=True, average=average, hidden=hidden)
 
 
 Predictor = NaiveBayes | Ridge
-
-
-def _blocks(n_tokens: int) -> list[slice]:
-    return [slice(start, min(start + _TOKENS_AT_ONCE, n_tokens)) for start in range(0, n_tokens, _TOKENS_AT_ONCE)]
-
-
-def _evidence(trace: Trace, layer: int, n_earlier: int, rows: slice) -> FloatArray:
-    parts = [indicators(trace.ids[place][rows], trace.n_experts[place]) for place in earlier_layers(layer, n_earlier)]
-    return np.concatenate(parts, axis=1) if parts else np.empty((rows.stop - rows.start, 0), np.float32)

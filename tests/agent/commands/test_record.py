@@ -170,6 +170,36 @@ def test_a_trace_is_private_whole_and_true(record, folder, tmp_path):
                     assert (phase, layer.block) == ("prefill", traces.shape.n_blocks - 1)
 
 
+def test_hidden_states_beside_the_same_selections(record, folder, tmp_path, monkeypatch):
+    """A session longer than a piece comes in several, and all of it comes back."""
+    (folder / "long.txt").write_text(TEXT * 20)
+    record(folder, "--trace", tmp_path / "plain")
+    monkeypatch.setattr("spark_agent.recording.TRACE_PIECE_BYTES", 2**18)
+    report = record(folder, "--trace", tmp_path / "traces", "--hidden", "--router-input", "--json").json
+    assert report["known"] == report["sessions"] == 5
+    # 4 layers of 8 selections and 2 * 256 values, 2 bytes each
+    result = record(
+        folder / "code.txt", "--trace", tmp_path / "more", "--hidden", "--router-input", "--trace-limit", "1M"
+    )
+    assert f"holds about {2**20 // (8 + 2 * 4 * (8 + 512))} (--trace-limit)" in result.err
+    plain = load_traces(tmp_path / "plain")
+    found = load_traces(tmp_path / "traces")
+    assert found.hidden_kinds() == ["input", "router"]
+    assert plain.hidden_kinds() == []
+    for one, other in zip(plain.sessions, found.sessions, strict=True):
+        assert (one.session_hash, one.decode.tolist()) == (other.session_hash, other.decode.tolist())
+        assert all(np.array_equal(a, b) for a, b in zip(one.ids, other.ids, strict=True))
+    n_tokens = sum(len(session.decode) for session in found.sessions)
+    for layer in range(4):
+        assert found.hidden("input", layer).shape == (n_tokens, 256)
+        routed = np.concatenate([session.ids[layer][:, 0] for session in found.sessions]) >= 0
+        assert np.array_equal(~np.isnan(found.hidden("router", layer)[:, 0]), routed)
+
+
+def test_hidden_states_need_a_trace(record, folder):
+    record(folder, "--hidden").failed(2, "say what a trace keeps")
+
+
 def test_a_folder_of_traces_keeps_to_its_limit(record, folder, tmp_path):
     trace = tmp_path / "traces"
     for _ in range(3):

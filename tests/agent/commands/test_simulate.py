@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spark_agent.traces import SessionTrace, TraceFolder
+from spark_agent.trace_files import SessionTrace
+from spark_agent.traces import TraceFolder
 from spark_runtime.model_shape import read_model_shape
 from spark_runtime.models import demo_model_path
 from spark_runtime.placement import LayerSizes

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spark_agent.demo.adaptive import adaptive_rate, session_rate
-from spark_agent.traces import SessionTrace
+from spark_agent.trace_files import SessionTrace
 from spark_schemas.manifest import PlacementManifest
 
 
