@@ -2,7 +2,8 @@
 // host only launches, and once a decode graph has come twice, it launches all of it at once as one CUDA graph.
 //
 // Streams: the wrapped backend's own; `decide` for what goes on between its parts; `copies` and `gathers` to bring the
-// next layer's experts together while this one computes. Events tie them; ggml's event functions reach the first.
+// next layer's experts together while this one computes; `early` for the experts that the next layer is guessed to
+// select. Events tie them; ggml's event functions reach the first.
 
 #include "cuda_device.h"
 #include "cuda_graphs.h"
@@ -19,15 +20,17 @@ namespace {
 
 constexpr uint32_t FETCH_BLOCKS = 16;   // enough reads in flight to fill a PCIe 5 link, few enough to start at once
 constexpr uint32_t DECIDING_BLOCKS = 1; // writes the tables meanwhile
+constexpr uint32_t EARLY_BLOCKS = 8;    // half a link's worth of reads leaves the other half to what is missing, and processors to the layer
 constexpr uint32_t GATHER_ROWS = 4;     // blocks an expert
 
 // What flows beside the wrapped backend's own stream, and where it is awaited.
 struct flows {
     flows(const cuda & gpu, ggml_backend_dev_t dev)
-        : decide(gpu), copies(gpu), gathers(gpu), inner_done(gpu, dev), decided(gpu, dev), used{{gpu, dev}, {gpu, dev}},
+        : decide(gpu), copies(gpu), gathers(gpu), early(gpu), inner_done(gpu, dev), decided(gpu, dev), chosen(gpu, dev), used{{gpu, dev}, {gpu, dev}},
           copied{{gpu, dev}, {gpu, dev}}, gathered{{gpu, dev}, {gpu, dev}} {}
-    stream decide, copies, gathers;
+    stream decide, copies, gathers, early;
     event inner_done, decided;
+    event chosen;                           // what the next layer's guess is made from
     event used[2], copied[2], gathered[2];  // of the two scratch layers
 };
 
@@ -74,6 +77,9 @@ class cuda_engine : public engine {
             state.load_slots(flow->decide);
             state.upload(phase);
         }
+        while (fetched_early.size() < classes.size()) {
+            fetched_early.emplace_back(gpu, owner.inner);
+        }
         flow->decide.synchronize();
         mirrored = true;
     }
@@ -114,6 +120,22 @@ class cuda_engine : public engine {
         flow->decide.synchronize();
         for (cuda_tables & state : classes) {
             state.upload_recency();
+        }
+    }
+
+    void read_guesses() override {
+        const cuda::scope scope(gpu);
+        flow->decide.synchronize();
+        for (size_t c = 0; c < classes.size(); c++) {
+            classes[c].download_guesses(owner.classes[c]->pool);
+        }
+    }
+
+    void write_guesses() override {
+        const cuda::scope scope(gpu);
+        flow->decide.synchronize();
+        for (cuda_tables & state : classes) {
+            state.upload_guesses();
         }
     }
 
@@ -169,12 +191,14 @@ class cuda_engine : public engine {
     tier & owner;
     cuda gpu;
     CUmodule module = nullptr;
-    CUfunction ensure = nullptr, mark = nullptr, gather = nullptr, tally = nullptr;
+    CUfunction ensure = nullptr, mark = nullptr, gather = nullptr, tally = nullptr, fetch = nullptr, learn = nullptr;
     std::unique_ptr<flows> flow;
     std::unique_ptr<host_lock> locked;
     volatile int32_t * fault = nullptr;
     char * host = nullptr;  // owner.host as the GPU sees it
     std::deque<cuda_tables> classes;  // as owner.classes
+    std::deque<event> fetched_early;  // of each class
+    std::vector<bool> unawaited;      // of each class: whether something was fetched early since anything waited for it
     std::unique_ptr<cuda_graphs> graphs;
     int phase = 0;  // of the steps to come
     cuda_scratch scratch_layers{gpu};
@@ -185,7 +209,8 @@ class cuda_engine : public engine {
         locked = std::make_unique<host_lock>(gpu, owner.host, owner.host_bytes);  // first, because it may well fail
         host = locked->as_seen;
         gpu.check(gpu.cu.cuModuleLoadData(&module, kernels.data()), "cuModuleLoadData");
-        for (const auto & [function, name] : {std::pair{&ensure, "spark_ensure"}, {&mark, "spark_mark"}, {&gather, "spark_gather"}, {&tally, "spark_tally"}}) {
+        for (const auto & [function, name] : {std::pair{&ensure, "spark_ensure"}, {&mark, "spark_mark"}, {&gather, "spark_gather"}, {&tally, "spark_tally"},
+                                             {&fetch, "spark_fetch_early"}, {&learn, "spark_learn"}}) {
             gpu.check(gpu.cu.cuModuleGetFunction(function, module, name), name);
         }
         void * memory;
@@ -195,13 +220,14 @@ class cuda_engine : public engine {
             fault[i] = 0;
         }
         flow = std::make_unique<flows>(gpu, owner.inner);
-        graphs = std::make_unique<cuda_graphs>(gpu, std::vector<CUfunction>{ensure, mark});
+        graphs = std::make_unique<cuda_graphs>(gpu, std::vector<CUfunction>{ensure, mark, fetch});
         owner.pinned = true;
     }
 
     void tidy_up() {
         graphs.reset();
         flow.reset();
+        fetched_early.clear();
         classes.clear();
         if (fault != nullptr) {
             gpu.cu.cuMemFreeHost(const_cast<int32_t *>(fault));
@@ -213,14 +239,16 @@ class cuda_engine : public engine {
         }
     }
 
-    cuda_tables & state_of(const tier_layer & layer) {
+    size_t class_of(const tier_layer & layer) const {
         for (size_t c = 0; c < classes.size(); c++) {
             if (owner.classes[c].get() == layer.of) {
-                return classes[c];
+                return c;
             }
         }
         throw tier_error{"block " + std::to_string(layer.block) + " is not placed"};
     }
+
+    cuda_tables & state_of(const tier_layer & layer) { return classes[class_of(layer)]; }
 
     // ---- one step
 
@@ -246,12 +274,16 @@ class cuda_engine : public engine {
             // Layers may still be on their way to a scratch layer that the next step fills.
             gpu.cu.cuStreamSynchronize(flow->copies);
             gpu.cu.cuStreamSynchronize(flow->gathers);
+            gpu.cu.cuStreamSynchronize(flow->early);
         }
         for (cuda_tables & state : classes) {
             if (!succeeded) {
                 gpu.cu.cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(state.tables.heads), 0, state.tables.n_layers * sizeof(device_head), flow->decide);
             }
             void * arguments[] = {&state.tables};
+            if (state.tables.weights != nullptr && owner.early.learning && succeeded) {
+                launch(learn, state.tables.n_layers, 1, 0, flow->decide, arguments);
+            }
             launch(tally, state.tables.n_layers, 1, state.tally_bytes, flow->decide, arguments);
         }
     }
@@ -318,6 +350,7 @@ class cuda_engine : public engine {
         patches patches;
         size_t n_ahead = 0;
         int done = 0;
+        unawaited.assign(classes.size(), false);
         for (const expert_call & call : calls) {
             ggml_status status = run_part(inner, graph, done, call.first);
             if (status != GGML_STATUS_SUCCESS) {
@@ -327,8 +360,10 @@ class cuda_engine : public engine {
             const bool here = n_ahead < ahead.size() && ahead[n_ahead] == &call;
             const size_t scratch = n_ahead % 2;
             after_inner(inner, flow->decide, flow->inner_done);
+            await_early(class_of(*call.layer));
             decide_call(patches, graph, call, here ? int(scratch) : -1);
             after_stream(inner, flow->decide, flow->decided);
+            fetch_early(call);
             if (!here) {
                 continue;
             }
@@ -348,7 +383,36 @@ class cuda_engine : public engine {
             flow->gathers.wait(flow->used[scratch].raw());
             bring(ahead, n_ahead + 1);
         }
+        for (size_t c = 0; c < classes.size(); c++) {
+            await_early(c);  // of layers that this graph does not compute
+        }
         return run_part(inner, graph, done, graph->n_nodes);
+    }
+
+    // What is decided from now on comes after what was fetched early for this class.
+    void await_early(size_t c) {
+        if (unawaited[c]) {
+            flow->decide.wait(fetched_early[c].raw());
+            unawaited[c] = false;
+        }
+    }
+
+    // Guesses what the next layer of the class will select and copies what it lacks, beside the computation of this one and
+    // behind the copies that it waited for.
+    void fetch_early(const expert_call & call) {
+        const tier_layer & layer = *call.layer;
+        const size_t c = class_of(layer);
+        cuda_tables & state = classes[c];
+        if (state.tables.weights == nullptr || call.n_tokens() != 1 || way_of(call) != way::slots || layer.index + 1 >= layer.of->layers.size()) {
+            return;
+        }
+        device_call arguments = state.arguments(*layer.of->layers[layer.index + 1], 0, host, owner.host);
+        void * both[] = {&state.tables, &arguments};
+        flow->chosen.record(flow->decide);
+        flow->early.wait(flow->chosen.raw());
+        launch(fetch, DECIDING_BLOCKS + EARLY_BLOCKS, 1, 0, flow->early, both);
+        fetched_early[c].record(flow->early);
+        unawaited[c] = true;
     }
 
     ggml_status run_and_count(ggml_backend_t inner, ggml_cgraph * graph, const std::vector<expert_call> & calls) {

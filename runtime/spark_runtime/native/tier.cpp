@@ -187,6 +187,7 @@ void tier::place(const std::vector<start_layer> & start, float decay) {
     sort_into_classes(start, made);
     if (runs) {
         runs->read();
+        runs->read_guesses();
     }
     const bool same = runs && classes.size() == made.size();
     bool moved = !same;
@@ -204,6 +205,7 @@ void tier::place(const std::vector<start_layer> & start, float decay) {
         if (same && classes[c]->layers == made[c]->layers) {
             made[c]->pool = classes[c]->pool;  // counts and scores go on
         }
+        made[c]->pool.early = early;
         const std::string fault = made[c]->pool.place(starts, decay);
         if (!fault.empty()) {
             throw tier_error{fault};
@@ -245,6 +247,21 @@ void tier::place(const std::vector<start_layer> & start, float decay) {
         }
     }
     start_engine();
+}
+
+void tier::set_early(const early_options & options) {
+    if (runs) {
+        runs->read();
+        runs->read_guesses();
+    }
+    early = options;
+    for (const auto & c : classes) {
+        c->pool.set_early(early);
+    }
+    generation++;  // captured graphs have the options in them
+    if (runs) {
+        start_engine();
+    }
 }
 
 // Fills the slots, by an engine made now if there is none.
