@@ -294,9 +294,8 @@ class SlotPool(PoolView):
             raise TierError(f"selections {wanted.shape}, expected [token, {self.n_layers} layers, k]")
         for layer in range(self.n_layers):
             of_layer = wanted[:, layer]
-            if of_layer.size and (
-                ((of_layer < 0) | (of_layer >= self._sizes[layer])).any() or of_layer.shape[1] > self.capacity(layer)
-            ):
+            bad = ((of_layer < 0) | (of_layer >= self._sizes[layer])).any()
+            if bad or not self.goes_through(layer, wanted.shape[2], 1):
                 raise self._refusal(layer, of_layer)
         self._library.spark_slots_decode(self._handle, wanted.ctypes.data, len(wanted), wanted.shape[2])
 
