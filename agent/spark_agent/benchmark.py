@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from spark_agent.errors import UsageError
+from spark_agent.measured import PREFETCHED, RING
 from spark_runtime.bench import (
     COUNTED_AT_ONCE,
     UNTIMED_TOKENS,
@@ -19,6 +20,7 @@ from spark_runtime.bench import (
 )
 from spark_runtime.bench_configuration import Configuration, blocks_on_cpu
 from spark_runtime.buffer_sizes import HOST, log_lines, read_buffer_sizes
+from spark_runtime.early_fetch import EarlyFetch
 from spark_runtime.engine import Engine, EngineOptions
 from spark_runtime.errors import SparkRuntimeError
 from spark_runtime.placement import frequencies
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ALL_GPU", "Benchmark", "Row", "Workload", "identical_output"]
 
-ALL_GPU, UNIFORM, CALIBRATED, RING, OFFLOAD = "all-gpu", "uniform", "calibrated", "calibrated+ring", "llama-offload"
+ALL_GPU, UNIFORM, CALIBRATED, OFFLOAD = "all-gpu", "uniform", "calibrated", "llama-offload"
 CALIBRATION_SEED, MEASURED_SEED, LONG_PROMPT_SEED = 101, 202, 303
 
 
@@ -78,6 +80,10 @@ class Row:
     share_of_all_gpu: float | None = None
     cold_hits_per_token: float | None = None
     cold_hit_rate: float | None = None
+    early_per_token: float | None = None
+    """Experts fetched early, by a guess, all layers together."""
+    early_used_share: float | None = None
+    """Of those, selected while they were in video memory."""
     vram_bytes: int | None = None
     """Peak of what the devices lost; over the CPU what was allocated in their place."""
     planned_bytes: int | None = None
@@ -122,6 +128,8 @@ class Benchmark:
     ubatch: int = 0
     devices: int = 0
     manifest: PlacementManifest | None = None
+    prefetch: bool = True
+    """Whether fetching early is measured, too, beside a ring of all slots."""
     check: Callable[[], None] = lambda: None
     """Called between steps; what it raises ends the benchmark."""
     on_cards: bool = field(default_factory=lambda: bool(cards()))
@@ -134,6 +142,8 @@ class Benchmark:
         for residency in self.residencies:
             rows += [Row(UNIFORM, residency), Row(CALIBRATED, residency)]
             rows += [Row(RING, residency, ring) for ring in self.rings]
+            if self.prefetch:
+                rows.append(Row(PREFETCHED, residency, 1.0))
             rows.append(Row(OFFLOAD, residency))
         return rows
 
@@ -218,6 +228,8 @@ class Benchmark:
         )
         size = self._size(None if plan is None else plan.memory)
         options = configuration.options(size, None if plan is None else plan.start, on_gpu=self.on_cards)
+        if row.config == PREFETCHED:
+            options = replace(options, early=EarlyFetch())
         row.n_ubatch = options.n_ubatch
         row.slots = options.tier.slots if options.tier is not None else None
         row.resident_share = None if plan is None else round(plan.resident_share, 4)
@@ -257,6 +269,9 @@ class Benchmark:
         if rate.cold_hits_per_token is not None and rate.cold_hit_rate is not None:
             row.cold_hits_per_token = round(rate.cold_hits_per_token, 3)
             row.cold_hit_rate = round(rate.cold_hit_rate, 5)
+        if rate.early_per_token is not None and row.config == PREFETCHED:
+            row.early_per_token = round(rate.early_per_token, 3)
+            row.early_used_share = None if rate.early_used_share is None else round(rate.early_used_share, 4)
         note()
         row.logits_sha256 = logits_sha256(engine, prompt, rest, before_step=check)
         long_prompt = random_tokens(workload.long_prompt, engine.n_vocab, LONG_PROMPT_SEED)

@@ -15,7 +15,10 @@ from spark_agent.files import replacing
 from spark_agent.paths import benchmarks_dir
 from spark_runtime.simulator.cost import Machine, MeasuredRun
 
-__all__ = ["Measured", "find_benchmark", "keep_benchmark", "machine_name", "measured_of"]
+__all__ = ["PREFETCHED", "RING", "Measured", "find_benchmark", "keep_benchmark", "machine_name", "measured_of"]
+
+RING, PREFETCHED = "calibrated+ring", "calibrated+prefetch"
+"""Configurations of a benchmark's rows that differ in nothing but fetching early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,8 @@ class Measured:
     offload_s: float | None
     """What a token takes longer with all experts left to the CPU, as llama.cpp offloads; ``None``: not measured."""
     day: dt.date
+    prefetch_gain: float | None = None
+    """Tokens a second with experts fetched early over those without, mean of residencies; ``None``: not measured."""
 
     def tiered_tok_s(self, cold_hits_per_token: float) -> float:
         """Decoded tokens a second with so many cold hits."""
@@ -80,7 +85,7 @@ def measured_of(value: Mapping[str, Any]) -> Measured:
     runs = [
         MeasuredRun(float(row["decode_tok_s"]), float(row["cold_hits_per_token"]))
         for row in rows
-        if row.get("cold_hits_per_token")
+        if row.get("cold_hits_per_token") and row["config"] != PREFETCHED
     ]
     offload = [
         (1.0 - float(row["residency"]), 1.0 / float(row["decode_tok_s"]) - token_s)
@@ -89,7 +94,16 @@ def measured_of(value: Mapping[str, Any]) -> Measured:
     ]
     weight = sum(share**2 for share, _ in offload)
     offload_s = max(0.0, sum(share * more for share, more in offload) / weight) if weight else None
-    return Measured(Machine.fitted(token_s, runs), offload_s, dt.date.fromisoformat(value["day"]))
+    gains = [
+        float(row["decode_tok_s"]) / float(other["decode_tok_s"])
+        for row in rows
+        for other in rows
+        if row["config"] == PREFETCHED
+        and other["config"] == RING
+        and (other["residency"], other["ring"]) == (row["residency"], 1.0)
+    ]
+    gain = sum(gains) / len(gains) if gains else None
+    return Measured(Machine.fitted(token_s, runs), offload_s, dt.date.fromisoformat(value["day"]), gain)
 
 
 def _path(fingerprint: str, machine: str) -> Path:

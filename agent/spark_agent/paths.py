@@ -15,6 +15,7 @@ __all__ = [
     "config_path",
     "data_dir",
     "ensure_private_dir",
+    "guesses_dir",
     "local_key_path",
     "manifests_dir",
     "own_counts_path",
@@ -85,6 +86,11 @@ def answers_dir() -> Path:
 def benchmarks_dir() -> Path:
     """Folder of what ``spark-agent bench`` measured on this machine."""
     return state_dir() / "bench"
+
+
+def guesses_dir() -> Path:
+    """Folder of what was learned for fetching experts early, a file a model."""
+    return state_dir() / "guesses"
 
 
 def own_counts_path() -> Path:

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from spark_agent.context_choice import Choice, choose_context, host_sequences
 from spark_agent.forecast import Forecast, forecast
+from spark_agent.prefetching import Prefetch, choose_prefetch
 from spark_agent.sizes import format_size
 from spark_agent.tiering import TierOptions, plan_for, plan_table
 
 if TYPE_CHECKING:
     from spark_agent.chosen_placement import ChosenPlacement
+    from spark_runtime.early_fetch import EarlyFetch
     from spark_runtime.gguf_file import GgufModel
     from spark_runtime.tier_plan import TierPlan
     from spark_schemas.model import ModelShape
@@ -31,6 +33,8 @@ class RunPlan:
     """``None`` where the host's memory is all there is and nothing is tiered: the system pages what does not fit."""
     choices: tuple[Choice, ...]
     forecast: Forecast
+    early: EarlyFetch
+    """What is fetched before a layer's router has chosen."""
 
     def as_json(self) -> dict[str, Any]:
         """Further keys of a start-up object."""
@@ -52,6 +56,7 @@ def make_run_plan(
     chosen: ChosenPlacement,
     asked_ctx: int,
     *,
+    prefetch: Prefetch = Prefetch.AUTO,
     always: bool = False,
 ) -> RunPlan:
     """Decide what is left open; raises as ``tiering.plan_for`` and ``engine.context_for``.
@@ -89,13 +94,16 @@ def make_run_plan(
     n_seq_max = plan.n_seq_max if plan is not None else options.parallel or host_sequences(shape, n_ctx, free)
     on_cards = bool(cards())
     measured = find_benchmark(shape.fingerprint, machine_name(options.devices))
+    early, prefetching = choose_prefetch(prefetch, measured, tiered=plan is not None and plan.start is not None)
     choices = [context, _parallel_choice(n_seq_max, options), *_tier_choices(plan, options, chosen, on_cards=on_cards)]
+    choices.append(prefetching)
     return RunPlan(
         n_ctx,
         n_seq_max,
         plan,
         tuple(choices),
         forecast(shape, plan, chosen.in_force(plan), measured, on_cards=on_cards),
+        early,
     )
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import shlex
 
+from spark_agent.prefetching import what_pays
 from spark_agent.sizes import format_size
 
-__all__ = ["cuda_driver", "host_memory_line", "llama_server", "nvrtc", "proxies", "tier_engine"]
+__all__ = ["cuda_driver", "host_memory_line", "llama_server", "nvrtc", "prefetch", "proxies", "tier_engine"]
 
 NO_GPU = "not needed: there is no GPU to tier on"
 
@@ -36,6 +37,12 @@ def tier_engine() -> str:
         if (fault := kernel_fault(index)) is not None:
             raise fault
     return "cuda: the GPU decides and fetches by itself"
+
+
+def prefetch() -> str:
+    """Whether experts are fetched early where nobody says, and why."""
+    paying = what_pays()
+    return f"{'on' if paying.pays else 'off'}: {paying.reason}; spark-agent bench --prefetch on measures it"
 
 
 def nvrtc() -> str:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from spark_agent.context import AgentContext
     from spark_agent.imported_start import ImportedStart
+    from spark_runtime.early_fetch import EarlyFetch
     from spark_runtime.engine import Engine, EngineOptions
     from spark_runtime.gguf_file import GgufModel
     from spark_runtime.memory_fix import Fix
@@ -144,9 +145,16 @@ def _order(fix: Fix, shape: ModelShape, *, one_device: bool) -> str:
 
 
 def planned_options(
-    plan: TierPlan | None, options: TierOptions, n_ctx: int, threads: int, *, n_outputs_max: int = 1
+    plan: TierPlan | None,
+    options: TierOptions,
+    n_ctx: int,
+    threads: int,
+    *,
+    n_outputs_max: int = 1,
+    early: EarlyFetch | None = None,
 ) -> EngineOptions:
     """How the engine is opened. Where one token at a time is generated, one row of logits is enough."""
+    from spark_runtime.early_fetch import NO_EARLY_FETCH
     from spark_runtime.engine import EngineOptions
     from spark_runtime.tier_plan import BATCH
 
@@ -159,6 +167,7 @@ def planned_options(
         n_outputs_max=n_outputs_max,
         n_seq_max=max(1, options.parallel) if plan is None else plan.n_seq_max,
         tier=None if plan is None else plan.start,
+        early=early or NO_EARLY_FETCH,
         devices=options.devices,
     )
 
@@ -210,6 +219,9 @@ def tiers_of(
         "core_bytes": shape.core_bytes,
         "expert_bytes": shape.expert_bytes_total,
         "kv_bytes": n_contexts * shape.context_bytes(n_ctx),
+        "prefetch": None
+        if tier is None or not tier.early.experts
+        else {"experts": tier.early.experts, "threshold": tier.early.threshold},
         "slot_bytes": None if memory is None else memory.slots,
         "host_bytes": None if memory is None else memory.host,
         "host_pinned_bytes": None if memory is None else memory.host_pinned,

@@ -21,8 +21,9 @@ class EarlyFetch:
     """What may be fetched before a layer's router has chosen, by what the layers before selected."""
 
     experts: int = 1
-    """At most so many a layer and token: the budget of the link. 0 fetches, guesses and learns nothing."""
-    threshold: float = 0.5
+    """At most so many a layer and token: the budget of the link. 0 fetches, guesses and learns nothing. One fits beside
+    a layer's computation on the cards that were measured; more are waited for."""
+    threshold: float = 0.3
     """The least guess, about the chance of being selected, that is worth a copy."""
     learning: bool = True
     """Whether guesses are corrected by what was selected."""

@@ -12,11 +12,11 @@ from typing import ClassVar, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from spark_runtime.early_fetch import EarlyFetch
 from spark_runtime.errors import ClosedError, InstallationError, TierError
 from spark_runtime.ggml import share_registry
 from spark_runtime.native.nvrtc import kernels_path
 from spark_runtime.native_tap import native_library
-from spark_runtime.early_fetch import EarlyFetch
 from spark_runtime.tier_start import LayerStart
 
 __all__ = [
@@ -325,7 +325,7 @@ class DeviceTier:
         )
 
     def guesses(self) -> dict[int, LayerGuesses]:
-        """What has been learned for fetching early, by block; empty while nothing is fetched early. Waits for the device."""
+        """What has been learned for fetching early, by block; empty while nothing is. Waits for the device."""
         self._check(self._library.spark_tier_sync_guesses(self._handle, False))
         found = {}
         for block in self._n_experts:
@@ -345,10 +345,8 @@ class DeviceTier:
             about = self._guess_shape(block)
             expected = (about.n_rows, about.n_experts)
             if layer.sources != about.sources or layer.weights.shape != expected or layer.weights.dtype != np.int16:
-                raise TierError(
-                    f"block {block}: weights {layer.weights.shape} of {layer.weights.dtype} from blocks {layer.sources}, "
-                    f"expected {expected} of int16 from blocks {about.sources}"
-                )
+                found = f"weights {layer.weights.shape} of {layer.weights.dtype} from blocks {layer.sources}"
+                raise TierError(f"block {block}: {found}, expected {expected} of int16 from blocks {about.sources}")
         self._check(self._library.spark_tier_sync_guesses(self._handle, False))
         for block, layer in guesses.items():
             self._exchange(block, None, np.ascontiguousarray(layer.weights).ctypes.data)

@@ -38,7 +38,7 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def runs(fake: Path, model: Path, where: str, **environment: str) -> list[dict[str, Any]]:
-    """All resident, then 100, 60, 31% and the fewest slots, then 60 and 31% with some and with all guesses fetched early."""
+    """All resident, then 100, 60, 31% and the fewest slots, then 60 and 31% with some and all guesses fetched early."""
     command = [sys.executable, str(HERE / "fake_cuda/run.py"), str(fake), str(model), str(BENCHMARKS), where]
     answer = subprocess.run(
         command, capture_output=True, text=True, timeout=300, check=False, env=os.environ | environment

@@ -152,7 +152,7 @@ def test_weights_of_another_layer_are_refused() -> None:
 
 @pytest.mark.parametrize(("experts", "threshold"), [(-1, 0.5), (MAX_EARLY + 1, 0.5), (1, float("nan"))])
 def test_what_makes_no_sense_is_refused(experts: int, threshold: float) -> None:
-    with pytest.raises(TierError, match="expected 0 to 16|no number"):
+    with pytest.raises(TierError, match=r"expected 0 to 16|no number"):
         EarlyFetch(experts, threshold)
 
 
@@ -227,10 +227,11 @@ def test_whatever_is_guessed_the_bits_and_the_counts_are_the_same(model: Path, r
 def all_wrong(engine: Engine) -> dict[int, LayerGuesses]:
     """The contrary of what was learned."""
     assert engine.tier is not None
-    return {
-        block: LayerGuesses(layer.sources, np.clip(-layer.weights.astype(np.int32), *(INT16.min, INT16.max)).astype(np.int16))
-        for block, layer in engine.tier.guesses().items()
-    }  # fmt: skip
+    contrary = {}
+    for block, layer in engine.tier.guesses().items():
+        weights = np.clip(-layer.weights.astype(np.int32), INT16.min, INT16.max)
+        contrary[block] = LayerGuesses(layer.sources, weights.astype(np.int16))
+    return contrary
 
 
 def test_learned_guesses_are_used_and_their_contrary_is_wasted() -> None:

@@ -12,8 +12,10 @@ from spark_agent.chosen_placement import ChosenPlacement, choose_placement
 from spark_agent.consent import ask_once
 from spark_agent.context import AgentContext, warn_about_counting
 from spark_agent.errors import RefusedError, SparkError, UsageError
+from spark_agent.guesses import go_on_with_guesses, keep_guesses
 from spark_agent.imported_start import describe_imported
 from spark_agent.output import counted
+from spark_agent.prefetching import PREFETCH_HELP, Prefetch
 from spark_agent.run_plan import RunPlan, make_run_plan
 from spark_agent.sizes import format_size
 from spark_agent.tiering import (
@@ -81,6 +83,7 @@ def run_command(
         float,
         typer.Option(min=0.0, max=1.0, help="Share of the slots that hold the manifest's hottest experts for good."),
     ] = 0.0,
+    prefetch: Annotated[Prefetch, typer.Option(help=PREFETCH_HELP)] = Prefetch.AUTO,
     no_profile: Annotated[
         bool, typer.Option("--no-profile", help="Start cold: by no pulled profile and none of this machine's own.")
     ] = False,
@@ -118,14 +121,14 @@ def run_command(
     if no_tier and chosen.is_named:
         context.output.warning("--no-tier keeps every expert resident: the manifest is checked and not used")
     if dry_run:
-        planned = make_run_plan(file, shape, tiers, chosen, ctx, always=True)
+        planned = make_run_plan(file, shape, tiers, chosen, ctx, prefetch=prefetch, always=True)
         _show_plan(context, path, shape, planned, chosen)
         return
     address = host if host is not None else context.environment.host
     context = ask_once(context)
     _serve(
         context,
-        _Load(path, file, shape, tiers, chosen, ctx, threads, tuple(alias or ())),
+        _Load(path, file, shape, tiers, chosen, ctx, threads, tuple(alias or ()), prefetch),
         (address, context.environment.port if port is None else port),
         workload or (chosen.imported.workload if chosen.imported is not None else _workload_of(placement)),
     )
@@ -149,6 +152,7 @@ class _Load:
     """Context asked for, tokens; 0: nobody says."""
     threads: int
     aliases: tuple[str, ...]
+    prefetch: Prefetch
 
     @property
     def placement(self) -> PlacementManifest | None:
@@ -162,7 +166,7 @@ def _serve(context: AgentContext, load: _Load, address: tuple[str, int], workloa
     token = context.environment.api_key
     with bind(*address, token=token) as listener, context.spool() as spool:
         key = context.session_key()
-        planned = make_run_plan(load.file, load.shape, load.tiers, load.chosen, load.ctx)
+        planned = make_run_plan(load.file, load.shape, load.tiers, load.chosen, load.ctx, prefetch=load.prefetch)
         plan = planned.plan
         if load.chosen.imported is not None:
             load.chosen.imported.warn(context.output, used=plan is not None and plan.start is not None)
@@ -170,12 +174,18 @@ def _serve(context: AgentContext, load: _Load, address: tuple[str, int], workloa
         if plan is not None:
             _warn_about_budget(context, load, plan)
         options = planned_options(
-            plan, replace(load.tiers, parallel=planned.n_seq_max), planned.n_ctx, load.threads or serving_threads()
+            plan,
+            replace(load.tiers, parallel=planned.n_seq_max),
+            planned.n_ctx,
+            load.threads or serving_threads(),
+            early=planned.early,
         )
         manifest = load.chosen.in_force(plan)
         with Engine.load(load.path, options) as engine:
             warn_about_counting(context, engine)
             warn_about_tiers(context, engine)
+            if engine.tier is not None:
+                go_on_with_guesses(engine.tier, engine.shape.fingerprint, context.output)
             serve(
                 context,
                 engine,
@@ -192,6 +202,8 @@ def _serve(context: AgentContext, load: _Load, address: tuple[str, int], workloa
                 token=token,
                 aliases=load.aliases,
             )
+            if engine.tier is not None:
+                keep_guesses(engine.tier, engine.shape.fingerprint, context.output)
 
 
 def _warn_about_budget(context: AgentContext, load: _Load, plan: TierPlan) -> None:

@@ -42,7 +42,11 @@ def register() -> None:
 
 def run(residency: float | None, early: EarlyFetch = NO_EARLY_FETCH) -> dict[str, object]:
     shape = read_model_shape(model)
-    how = {"proxy": True, "count_routing": False} if residency is None else {"tier": uniform_start(shape, residency), "early": early}
+    how = (
+        {"proxy": True, "count_routing": False}
+        if residency is None
+        else {"tier": uniform_start(shape, residency), "early": early}
+    )
     options = EngineOptions(n_ctx=1024, n_batch=256, n_ubatch=128, n_threads=1, devices=1, repack=False, **how)
     before = [fake.fake_launches(kernel) for kernel in range(7)]
     with Engine.load(model, options) as engine:
@@ -79,5 +83,7 @@ fake.fake_launches.restype = ctypes.c_uint64
 if sys.argv[4] == "card":
     register()
 runs = [run(residency) for residency in (None, 1.0, 0.6, 0.31, 0.01)]
-runs += [run(residency, early) for residency in (0.6, 0.31) for early in (EarlyFetch(2, 0.2), EarlyFetch(3, float("-inf")))]
+runs += [
+    run(residency, early) for residency in (0.6, 0.31) for early in (EarlyFetch(2, 0.2), EarlyFetch(3, float("-inf")))
+]
 json.dump(runs, sys.stdout)
