@@ -128,7 +128,7 @@ class Benchmark:
     ubatch: int = 0
     devices: int = 0
     manifest: PlacementManifest | None = None
-    prefetch: bool = True
+    prefetch: bool = False
     """Whether fetching early is measured, too, beside a ring of all slots."""
     check: Callable[[], None] = lambda: None
     """Called between steps; what it raises ends the benchmark."""

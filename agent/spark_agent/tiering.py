@@ -55,6 +55,7 @@ class TierOptions:
     devices: int = 0
     pinned_share: float = 0.0
     no_tier: bool = False
+    coverage: float | None = None
     parallel: int = 1
     """Conversations that the context holds at once; 0: as many as are worth their bytes."""
 
@@ -62,6 +63,14 @@ class TierOptions:
         """Raise :class:`UsageError` for what contradicts itself."""
         if self.vram is not None and self.residency is not None:
             raise UsageError("--vram and --residency both say how many experts to keep", "pass one of them")
+        if self.coverage is not None and (self.vram is not None or self.residency is not None):
+            raise UsageError(
+                "--coverage says how many experts to keep, as --vram and --residency do", "pass one of them"
+            )
+        if self.coverage is not None and not 0 < self.coverage <= 1:
+            raise UsageError(f"--coverage: found {self.coverage:g}, expected a share above 0, at most 1", "e.g. 0.95")
+        if self.no_tier and self.coverage is not None:
+            raise UsageError("--no-tier keeps every expert resident", "leave out --coverage")
         if self.no_tier and (self.residency is not None or self.pinned_share):
             raise UsageError("--no-tier keeps every expert resident", "leave out --residency and --pinned-share")
         if self.pinned_share and manifest is None:
@@ -104,6 +113,7 @@ def plan_for(
         n_ubatch=options.ubatch,
         budget_bytes=options.budget_bytes,
         residency=options.residency,
+        coverage=options.coverage,
         n_devices=options.devices,
         n_seq_max=options.parallel,
         n_outputs_max=n_outputs_max,
@@ -111,7 +121,15 @@ def plan_for(
         frequency=frequency,
         pinned_share=options.pinned_share,
     )
-    asked = options.vram is not None or options.residency is not None or manifest is not None or wanted
+    if options.coverage is not None and manifest is None and frequency is None:
+        raise UsageError("--coverage needs a profile: nothing else says what covers how much", "pass --manifest")
+    asked = (
+        options.vram is not None
+        or options.coverage is not None
+        or options.residency is not None
+        or manifest is not None
+        or wanted
+    )
     found = cards()
     on_cards, one = bool(found), (options.devices or len(found)) <= 1
     try:

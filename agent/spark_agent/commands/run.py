@@ -75,6 +75,10 @@ def run_command(
     residency: Annotated[
         float | None, typer.Option(help="Share of the experts to keep in slots, e.g. 0.6, whatever fits.")
     ] = None,
+    coverage: Annotated[
+        float | None,
+        typer.Option(help="Keep as few experts in slots as cover this share of the profile's selections, e.g. 0.95."),
+    ] = None,
     ubatch: Annotated[
         int, typer.Option(min=0, help="Tokens of a prompt computed at once; 0: as many as fit, at most 2048.")
     ] = 0,
@@ -116,7 +120,7 @@ def run_command(
             f"the manifest was planned for a context of {placement.n_ctx} tokens; {ctx} need "
             f"{format_size(shape.context_bytes(ctx) - shape.context_bytes(placement.n_ctx))} more than it counted"
         )
-    tiers = TierOptions(vram, residency, ubatch, devices, pinned_share, no_tier, parallel)
+    tiers = TierOptions(vram, residency, ubatch, devices, pinned_share, no_tier, coverage, parallel)
     tiers.check(placement or chosen.imported)
     if no_tier and chosen.is_named:
         context.output.warning("--no-tier keeps every expert resident: the manifest is checked and not used")

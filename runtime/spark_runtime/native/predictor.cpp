@@ -26,6 +26,16 @@ SPARK_VECTORS void correct_row(int16_t * row, const int32_t * steps, uint32_t n)
     }
 }
 
+// Of experts that were not selected.
+SPARK_VECTORS void steps_down(int32_t * scores, uint32_t n, uint32_t shift) {
+    for (uint32_t i = 0; i < n; i++) {
+        const int32_t error = scores[i] > 0 ? -scores[i] : 0;
+        scores[i] = (error + (1 << (shift - 1))) >> shift;
+    }
+}
+
+constexpr uint32_t CACHE_LINE = 64;
+
 }  // namespace
 
 void predictor::prepare(const std::vector<uint32_t> & sizes) {
@@ -63,20 +73,27 @@ template <typename action> void predictor::each_row(uint32_t layer, const select
 }
 
 void predictor::predict(uint32_t layer, const selection * before, int32_t * scores) const {
-    std::fill_n(scores, n_experts[layer], 0);
-    each_row(layer, before, [&](size_t row) { add_row(scores, &weights[row], n_experts[layer]); });
+    const uint32_t n = n_experts[layer];
+    // The rows lie far apart in more memory than a cache holds: asked for together they come in the time of a few.
+    each_row(layer, before, [&](size_t row) {
+        for (uint32_t i = 0; i < n; i += CACHE_LINE / sizeof(int16_t)) {
+            __builtin_prefetch(&weights[row + i]);
+        }
+    });
+    std::fill_n(scores, n, 0);
+    each_row(layer, before, [&](size_t row) { add_row(scores, &weights[row], n); });
 }
 
 void predictor::learn(uint32_t layer, const selection * before, const selection & selected, uint32_t top_k, int32_t * scores) {
     const uint32_t n = n_experts[layer], shift = learning_shift(top_k);
-    predict(layer, before, scores);
-    std::vector<char> chosen(n, 0);
+    const int32_t half = 1 << (shift - 1);
+    of_selected.clear();
     for (uint32_t i = 0; i < selected.n; i++) {
-        chosen[size_t(selected.ids[i])] = 1;
+        of_selected.push_back(scores[selected.ids[i]]);
     }
-    for (uint32_t i = 0; i < n; i++) {
-        const int32_t error = chosen[i] ? std::max(PREDICTED_ONE - scores[i], 0) : std::min(-scores[i], 0);
-        scores[i] = (error + (1 << (shift - 1))) >> shift;
+    steps_down(scores, n, shift);
+    for (uint32_t i = 0; i < selected.n; i++) {
+        scores[selected.ids[i]] = (std::max(PREDICTED_ONE - of_selected[i], 0) + half) >> shift;
     }
     each_row(layer, before, [&](size_t row) { correct_row(&weights[row], scores, n); });
 }

@@ -36,7 +36,7 @@ class predictor {
 
     // Guesses for every expert of a layer from 1 on; before[0] is of the layer before it.
     void predict(uint32_t layer, const selection * before, int32_t * scores) const;
-    // Corrects them by what was selected. `scores` is room for one number an expert.
+    // Corrects them by what was selected, given predict()'s `scores`, which become the corrections.
     void learn(uint32_t layer, const selection * before, const selection & selected, uint32_t top_k, int32_t * scores);
 
     std::vector<uint32_t> n_experts;  // by layer; empty: nothing is predicted
@@ -44,6 +44,7 @@ class predictor {
 
   private:
     std::vector<uint32_t> starts;
+    std::vector<int32_t> of_selected;  // kept for its memory
     template <typename action> void each_row(uint32_t layer, const selection * before, action && act) const;
 };
 

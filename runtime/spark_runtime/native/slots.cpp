@@ -289,6 +289,7 @@ uint32_t slot_pool::exchange_weights(uint32_t layer, int16_t * out, const int16_
     }
     if (in != nullptr) {
         std::copy_n(in, n, mine);
+        selected[layer].guessed = 0;
     }
     return n_rows;
 }
@@ -309,6 +310,17 @@ void slot_pool::selected_before(uint32_t layer, selection * before) const {
     }
 }
 
+// Of this step; made once, because nothing is learned before its end.
+const int32_t * slot_pool::guess(uint32_t layer, const selection * before) {
+    followed & token = selected[layer];
+    if (token.guessed != step) {
+        token.guessed = step;
+        token.scores.resize(layers[layer].n_experts);
+        guesses.predict(layer, before, token.scores.data());
+    }
+    return token.scores.data();
+}
+
 void slot_pool::fetch_early(uint32_t layer, int phase, std::vector<move> & moves) {
     moves.clear();
     const uint32_t next = layer + 1;
@@ -318,16 +330,15 @@ void slot_pool::fetch_early(uint32_t layer, int phase, std::vector<move> & moves
     const layer_state & state = layers[next];
     selection before[PREDICTED_FROM];
     selected_before(next, before);
-    scores.resize(state.n_experts);
-    guesses.predict(next, before, scores.data());
+    const int32_t * scores = guess(next, before);
     while (moves.size() < early.most) {
         int64_t best = -1;
         for (uint32_t expert = 0; expert < state.n_experts; expert++) {
-            if (slot_of[state.first + expert] < 0 && scores[expert] >= early.threshold && (best < 0 || scores[expert] > scores[size_t(best)])) {
+            if (slot_of[state.first + expert] < 0 && scores[expert] >= early.threshold && (best < 0 || scores[expert] > scores[best])) {
                 best = expert;
             }
         }
-        const int64_t leaving = best < 0 ? -1 : victim(next, layer, scores.data());
+        const int64_t leaving = best < 0 ? -1 : victim(next, layer, scores);
         if (leaving < 0) {
             break;
         }
@@ -346,9 +357,9 @@ void slot_pool::learn() {
         }
         selection before[PREDICTED_FROM];
         selected_before(layer, before);
-        scores.resize(layers[layer].n_experts);
-        const std::vector<int32_t> & ids = selected[layer].ids;
-        guesses.learn(layer, before, {ids.data(), uint32_t(ids.size())}, layers[layer].top_k, scores.data());
+        guess(layer, before);
+        followed & token = selected[layer];
+        guesses.learn(layer, before, {token.ids.data(), uint32_t(token.ids.size())}, layers[layer].top_k, token.scores.data());
     }
 }
 

@@ -137,9 +137,11 @@ class slot_pool {
     struct followed {
         uint32_t step = 0;
         std::vector<int32_t> ids;
+        uint32_t guessed = 0;         // the step that `scores` are of
+        std::vector<int32_t> scores;  // what was guessed of the layer
     };
     std::vector<followed> selected;  // per layer: the single token of its last step
-    std::vector<int32_t> scores;
+    const int32_t * guess(uint32_t layer, const selection * before);
     // The entry that leaves for one of `layer`; -1: none may. With `guessed` as fetch_early() needs it, after `current`.
     int64_t victim(uint32_t layer, uint32_t current, const int32_t * guessed) const;
     void take_slot(uint32_t layer, uint32_t entry, uint32_t leaving, int phase);
