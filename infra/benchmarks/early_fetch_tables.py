@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,9 @@ from spark_runtime.tier_start import PRIOR_TOKENS, LayerStart, TierStart
 STEP = 64
 """Tokens between two readings of the weights: in between, guesses are made with the older ones."""
 NEW = 2000
-WAYS = [NO_EARLY_FETCH, *(EarlyFetch(n, at) for n, at in ((1, 0.5), (1, 0.3), (2, 0.5), (2, 0.3), (4, 0.3), (4, 0.2)))]
+WARM = 3000
+"""Calibration tokens that the slots see before the held-out ones; what was learned from all of them is put in first."""
+WAYS = [NO_EARLY_FETCH, *(EarlyFetch(n, at) for n, at in ((1, 0.5), (1, 0.3), (2, 0.3), (4, 0.2)))]
 GUESSING = EarlyFetch(1, float("inf"))
 
 
@@ -72,11 +74,22 @@ def recalls_on_the_way(pool: SlotPool, ids: NDArray[np.int64]) -> NDArray[np.flo
     return np.concatenate(found, axis=1)
 
 
-def recall_rows(name: str, calibrating: Trace, judging: Trace, start: TierStart) -> Iterator[dict[str, Any]]:
+def learned_from(trace: Trace, start: TierStart) -> list[NDArray[np.int16]]:
+    """Weights by layer; what is in slots makes no difference to them."""
+    pool = SlotPool(start)
+    pool.set_early(GUESSING)
+    pool.decode(stacked(trace))
+    return [pool.guesses(layer) for layer in range(pool.n_layers)]
+
+
+def recall_rows(
+    name: str, calibrating: Trace, judging: Trace, start: TierStart, knowledge: list[NDArray[np.int16]]
+) -> Iterator[dict[str, Any]]:
     learned, new = SlotPool(start), SlotPool(start)
     for pool in (learned, new):
         pool.set_early(GUESSING)
-    learned.decode(stacked(calibrating))
+    for layer, weights in enumerate(knowledge):
+        learned.set_guesses(layer, weights)
     ids = stacked(judging)
     rows = {"on the way": recalls_on_the_way(learned, ids).mean(axis=(0, 1)).tolist()}
     from_nothing = recalls_on_the_way(new, ids[:NEW]).mean(axis=0)
@@ -95,14 +108,18 @@ def recall_rows(name: str, calibrating: Trace, judging: Trace, start: TierStart)
         yield {"table": "recall", "model": name, "predictor": label, "recall": [round(value, 4) for value in values]}
 
 
-def slot_rows(name: str, calibrating: Trace, judging: Trace, profile: Any) -> Iterator[dict[str, Any]]:
-    warm, ids = stacked(calibrating)[-8000:], stacked(judging)
+def slot_rows(
+    name: str, calibrating: Trace, judging: Trace, profile: Any, knowledge: list[NDArray[np.int16]]
+) -> Iterator[dict[str, Any]]:
+    warm, ids = stacked(calibrating)[-WARM:], stacked(judging)
     selections = ids.size
-    for residency in (0.3, 0.45, 0.6):
+    for residency in (0.3, 0.6):
         start = start_of(judging, profile, equal_slots(judging, residency))
         for way in WAYS:
             pool = SlotPool(start)
             pool.set_early(way)
+            for layer, weights in enumerate(knowledge if way.experts else ()):
+                pool.set_guesses(layer, weights)
             pool.decode(warm)
             pool.reset_counts()
             pool.decode(ids)
@@ -123,23 +140,26 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--texts", type=Path, required=True)
     parser.add_argument("--chunks", type=int, default=4, help="of 960 tokens, from each text")
+    parser.add_argument("--only", nargs="+", choices=("gpt-oss", "deepseek", "own"), help="of the traces")
     options = parser.parse_args()
     started = time.monotonic()
-    sources: Sequence[Sessions] = [
-        published(options.routing / "gptoss20b", "gpt-oss-20b", 32),
-        published(options.routing / "esft_deepseek_v2_lite", "DeepSeek-V2-Lite", 64),
-        recorded(options.model, options.texts, options.chunks),
-    ]
+    sources: dict[str, Callable[[], Sessions]] = {
+        "gpt-oss": lambda: published(options.routing / "gptoss20b", "gpt-oss-20b", 32),
+        "deepseek": lambda: published(options.routing / "esft_deepseek_v2_lite", "DeepSeek-V2-Lite", 64),
+        "own": lambda: recorded(options.model, options.texts, options.chunks),
+    }
     rows: list[dict[str, Any]] = []
     about: dict[str, Any] = {}
-    for source in sources:
+    for source in (sources[name]() for name in options.only or sources):
         study = Study(source.trace, source.workloads, source.held_out)
         calibrating, judging = study.trace.select(study.calibrating), study.trace.select(study.judging)
         about[source.name] = {"calibration_tokens": calibrating.n_tokens, "held_out_tokens": judging.n_tokens}
         counts = [calibrating.counts(session) for session in range(calibrating.n_sessions)]
         profile = frequencies(counts, calibrating.lengths.tolist())
-        rows += recall_rows(source.name, calibrating, judging, start_of(judging, profile, equal_slots(judging, 1.0)))
-        rows += slot_rows(source.name, calibrating, judging, profile)
+        whole = start_of(judging, profile, equal_slots(judging, 1.0))
+        knowledge = learned_from(calibrating, whole)
+        rows += recall_rows(source.name, calibrating, judging, whole, knowledge)
+        rows += slot_rows(source.name, calibrating, judging, profile, knowledge)
         sys.stderr.write(f"{source.name}: {time.monotonic() - started:.0f} s\n")
     report({"sessions": about, "seconds": round(time.monotonic() - started, 1), "rows": rows}, options.out)
 
