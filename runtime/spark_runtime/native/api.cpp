@@ -169,10 +169,8 @@ SPARK_EXPORT int spark_tier_set_early(tier * self, uint32_t most, int32_t thresh
 SPARK_EXPORT int spark_tier_sync_guesses(tier * self, bool write) {
     return guarded([&] {
         const std::lock_guard<std::mutex> lock(self->mutex);
-        if (self->runs && write) {
-            self->runs->write_guesses();
-        } else if (self->runs) {
-            self->runs->read_guesses();
+        if (self->runs) {
+            self->runs->sync_guesses(write);
         }
     });
 }

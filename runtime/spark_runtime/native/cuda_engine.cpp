@@ -6,6 +6,7 @@
 // select. Events tie them; ggml's event functions reach the first.
 
 #include "cuda_device.h"
+#include "cuda_early.h"
 #include "cuda_graphs.h"
 #include "cuda_scratch.h"
 #include "cuda_tables.h"
@@ -20,17 +21,16 @@ namespace {
 
 constexpr uint32_t FETCH_BLOCKS = 16;   // enough reads in flight to fill a PCIe 5 link, few enough to start at once
 constexpr uint32_t DECIDING_BLOCKS = 1; // writes the tables meanwhile
-constexpr uint32_t EARLY_BLOCKS = 8;    // half a link's worth of reads leaves the other half to what is missing, and processors to the layer
 constexpr uint32_t GATHER_ROWS = 4;     // blocks an expert
 
 // What flows beside the wrapped backend's own stream, and where it is awaited.
 struct flows {
     flows(const cuda & gpu, ggml_backend_dev_t dev)
-        : decide(gpu), copies(gpu), gathers(gpu), early(gpu), inner_done(gpu, dev), decided(gpu, dev), chosen(gpu, dev), used{{gpu, dev}, {gpu, dev}},
+        : decide(gpu), copies(gpu), gathers(gpu), early(gpu, dev), inner_done(gpu, dev), decided(gpu, dev), used{{gpu, dev}, {gpu, dev}},
           copied{{gpu, dev}, {gpu, dev}}, gathered{{gpu, dev}, {gpu, dev}} {}
-    stream decide, copies, gathers, early;
+    stream decide, copies, gathers;
+    cuda_early early;
     event inner_done, decided;
-    event chosen;                           // what the next layer's guess is made from
     event used[2], copied[2], gathered[2];  // of the two scratch layers
 };
 
@@ -77,9 +77,6 @@ class cuda_engine : public engine {
             state.load_slots(flow->decide);
             state.upload(phase);
         }
-        while (fetched_early.size() < classes.size()) {
-            fetched_early.emplace_back(gpu, owner.inner);
-        }
         flow->decide.synchronize();
         mirrored = true;
     }
@@ -123,19 +120,11 @@ class cuda_engine : public engine {
         }
     }
 
-    void read_guesses() override {
+    void sync_guesses(bool write) override {
         const cuda::scope scope(gpu);
         flow->decide.synchronize();
         for (size_t c = 0; c < classes.size(); c++) {
-            classes[c].download_guesses(owner.classes[c]->pool);
-        }
-    }
-
-    void write_guesses() override {
-        const cuda::scope scope(gpu);
-        flow->decide.synchronize();
-        for (cuda_tables & state : classes) {
-            state.upload_guesses();
+            write ? classes[c].upload_guesses() : classes[c].download_guesses(owner.classes[c]->pool);
         }
     }
 
@@ -197,8 +186,6 @@ class cuda_engine : public engine {
     volatile int32_t * fault = nullptr;
     char * host = nullptr;  // owner.host as the GPU sees it
     std::deque<cuda_tables> classes;  // as owner.classes
-    std::deque<event> fetched_early;  // of each class
-    std::vector<bool> unawaited;      // of each class: whether something was fetched early since anything waited for it
     std::unique_ptr<cuda_graphs> graphs;
     int phase = 0;  // of the steps to come
     cuda_scratch scratch_layers{gpu};
@@ -227,7 +214,6 @@ class cuda_engine : public engine {
     void tidy_up() {
         graphs.reset();
         flow.reset();
-        fetched_early.clear();
         classes.clear();
         if (fault != nullptr) {
             gpu.cu.cuMemFreeHost(const_cast<int32_t *>(fault));
@@ -247,7 +233,6 @@ class cuda_engine : public engine {
         }
         throw tier_error{"block " + std::to_string(layer.block) + " is not placed"};
     }
-
     cuda_tables & state_of(const tier_layer & layer) { return classes[class_of(layer)]; }
 
     // ---- one step
@@ -274,7 +259,7 @@ class cuda_engine : public engine {
             // Layers may still be on their way to a scratch layer that the next step fills.
             gpu.cu.cuStreamSynchronize(flow->copies);
             gpu.cu.cuStreamSynchronize(flow->gathers);
-            gpu.cu.cuStreamSynchronize(flow->early);
+            flow->early.synchronize();
         }
         for (cuda_tables & state : classes) {
             if (!succeeded) {
@@ -350,7 +335,7 @@ class cuda_engine : public engine {
         patches patches;
         size_t n_ahead = 0;
         int done = 0;
-        unawaited.assign(classes.size(), false);
+        flow->early.begin(classes.size());
         for (const expert_call & call : calls) {
             ggml_status status = run_part(inner, graph, done, call.first);
             if (status != GGML_STATUS_SUCCESS) {
@@ -360,10 +345,10 @@ class cuda_engine : public engine {
             const bool here = n_ahead < ahead.size() && ahead[n_ahead] == &call;
             const size_t scratch = n_ahead % 2;
             after_inner(inner, flow->decide, flow->inner_done);
-            await_early(class_of(*call.layer));
+            flow->early.await(class_of(*call.layer), flow->decide);
             decide_call(patches, graph, call, here ? int(scratch) : -1);
             after_stream(inner, flow->decide, flow->decided);
-            fetch_early(call);
+            flow->early.fetch(fetch, class_of(*call.layer), state_of(*call.layer), call, host, owner.host, flow->decide);
             if (!here) {
                 continue;
             }
@@ -383,36 +368,8 @@ class cuda_engine : public engine {
             flow->gathers.wait(flow->used[scratch].raw());
             bring(ahead, n_ahead + 1);
         }
-        for (size_t c = 0; c < classes.size(); c++) {
-            await_early(c);  // of layers that this graph does not compute
-        }
+        flow->early.await_all(flow->decide);  // of layers that this graph does not compute
         return run_part(inner, graph, done, graph->n_nodes);
-    }
-
-    // What is decided from now on comes after what was fetched early for this class.
-    void await_early(size_t c) {
-        if (unawaited[c]) {
-            flow->decide.wait(fetched_early[c].raw());
-            unawaited[c] = false;
-        }
-    }
-
-    // Guesses what the next layer of the class will select and copies what it lacks, beside the computation of this one and
-    // behind the copies that it waited for.
-    void fetch_early(const expert_call & call) {
-        const tier_layer & layer = *call.layer;
-        const size_t c = class_of(layer);
-        cuda_tables & state = classes[c];
-        if (state.tables.weights == nullptr || call.n_tokens() != 1 || way_of(call) != way::slots || layer.index + 1 >= layer.of->layers.size()) {
-            return;
-        }
-        device_call arguments = state.arguments(*layer.of->layers[layer.index + 1], 0, host, owner.host);
-        void * both[] = {&state.tables, &arguments};
-        flow->chosen.record(flow->decide);
-        flow->early.wait(flow->chosen.raw());
-        launch(fetch, DECIDING_BLOCKS + EARLY_BLOCKS, 1, 0, flow->early, both);
-        fetched_early[c].record(flow->early);
-        unawaited[c] = true;
     }
 
     ggml_status run_and_count(ggml_backend_t inner, ggml_cgraph * graph, const std::vector<expert_call> & calls) {

@@ -117,8 +117,7 @@ __device__ candidate lowest(candidate mine, candidate * of_warps) {
     return best;
 }
 
-// The lowest candidate to leave for an expert of the call's layer, but for those that `stays` names and those that have
-// left for the `n_moves` before it. Layers after `current` are to come.
+// The lowest candidate to leave for an expert of the call's layer, but for what `stays` names and what `moves` took before.
 template <typename predicate>
 __device__ __forceinline__ candidate leaving(const device_class & c, const device_call & call, const layer_state * layers, const float * decay,
                                              const device_move * moves, uint32_t n_moves, uint32_t current, candidate * of_warps, predicate stays) {
@@ -157,15 +156,14 @@ __device__ __forceinline__ candidate leaving(const device_class & c, const devic
     return lowest(best, of_warps);
 }
 
-// Every block decides alike and says so when it has read the tables; true for those that copy. The one that does not may
-// write the tables when this returns.
+// Every block says so when it has read the tables. True for those that copy; the other may write the tables then.
 __device__ bool all_have_decided(const device_class & c) {
     if (threadIdx.x == 0) {
         __threadfence();
         atomicAdd(&c.control->arrived, 1u);
-        while (blockIdx.x == 0 && *(volatile uint32_t *) &c.control->arrived < gridDim.x) {
-        }
         if (blockIdx.x == 0) {
+            while (*(volatile uint32_t *) &c.control->arrived < gridDim.x) {
+            }
             c.control->arrived = 0;
             __threadfence();
         }
@@ -196,7 +194,7 @@ __device__ void write_moves(const device_class & c, const device_call & call, co
     }
 }
 
-// predictor::each_row, of one column: the rows of what the layers before selected for the step's single token.
+// predictor::each_row, of one column.
 template <typename action> __device__ __forceinline__ void each_row(const device_class & c, uint32_t layer, uint32_t column, action act) {
     const uint32_t width = c.layers[layer].n_experts;
     int16_t * row = c.weights + c.layers[layer].first_weight + column;
@@ -321,10 +319,8 @@ __global__ void __launch_bounds__(THREADS) spark_fetch_early(const device_class 
     __shared__ device_move moves[SPARK_MAX_EARLY];
     __shared__ candidate of_warps[WARPS];
     const uint32_t tid = threadIdx.x;
-
     wait_for_predecessor();
-    const device_head head = c.heads[call.layer - 1];
-    if (head.n_tokens != 1) return;
+    if (c.heads[call.layer - 1].n_tokens != 1) return;
     bool any = false;
     for (uint32_t i = tid; i < call.n_experts; i += THREADS) {
         guesses[i] = guess(c, call.layer, i);

@@ -116,8 +116,7 @@ class engine {
     // After read(): takes over what the host's pools have as recency.
     virtual void write_recency() {}
     // Brings the weights of guesses up to date on the host, or takes over what the host has.
-    virtual void read_guesses() {}
-    virtual void write_guesses() {}
+    virtual void sync_guesses(bool write) { (void) write; }
     virtual void set_phase(int phase) = 0;
     virtual uint64_t table_bytes() const { return 0; }
     // What a kernel found wrong in a step that the host had already taken for done; once.

@@ -61,7 +61,7 @@ def run(residency: float | None, early: EarlyFetch = NO_EARLY_FETCH) -> dict[str
             for token in range(12):
                 engine.feed([token], "decode")
                 digest.update(engine.logits().tobytes())
-        if engine.tier is not None:
+        if engine.tier is not None and early.experts:
             # Placed anew, also with other slots, scores, counts and what was learned go on.
             for again in (residency, 0.8, residency):
                 engine.tier.place(uniform_start(shape, again))
