@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+from pathlib import Path
 
 from spark_agent.prefetching import what_pays
 from spark_agent.sizes import format_size
@@ -39,9 +40,15 @@ def tier_engine() -> str:
     return "cuda: the GPU decides and fetches by itself"
 
 
-def prefetch() -> str:
-    """Whether experts are fetched early where nobody says, and why."""
-    paying = what_pays()
+def prefetch(model: Path) -> str:
+    """Whether a model's experts are fetched early where nobody says, and why."""
+    from spark_agent.measured import find_benchmark, machine_name
+    from spark_runtime.model_shape import read_model_shape
+
+    measured = find_benchmark(read_model_shape(model).fingerprint, machine_name())
+    paying = what_pays(measured)
+    if measured is not None and measured.prefetch_gain is not None:
+        return f"{'on' if paying.pays else 'off'}: {paying.reason}"
     return f"{'on' if paying.pays else 'off'}: {paying.reason}; spark-agent bench --prefetch on measures it"
 
 
