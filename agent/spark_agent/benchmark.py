@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from spark_runtime.tier_start import manifest_frequency
 if TYPE_CHECKING:
     from spark_runtime.gguf_file import GgufModel
     from spark_runtime.memory_plan import MemoryPlan
+    from spark_runtime.native_tier import LayerGuesses
     from spark_runtime.placement import FloatArray
     from spark_schemas.manifest import PlacementManifest
     from spark_schemas.model import ModelShape
@@ -228,8 +229,10 @@ class Benchmark:
         )
         size = self._size(None if plan is None else plan.memory)
         options = configuration.options(size, None if plan is None else plan.start, on_gpu=self.on_cards)
+        learned: Mapping[int, LayerGuesses] = {}
         if row.config == PREFETCHED:
             options = replace(options, early=EarlyFetch())
+            learned = self._learn(options)
         row.n_ubatch = options.n_ubatch
         row.slots = options.tier.slots if options.tier is not None else None
         row.resident_share = None if plan is None else round(plan.resident_share, 4)
@@ -238,12 +241,24 @@ class Benchmark:
         with log_lines() as lines:
             engine = Engine.load(self.model.path, options)
         with engine:
+            if engine.tier is not None and learned:
+                engine.tier.set_guesses(learned)
             taken = [_taken(free)]
             self._run(row, engine, lambda: taken.append(_taken(free)))
             known = [peak for peak in taken if peak is not None]
             row.vram_bytes = max(known) if known else _allocated(lines, engine, plan)
         if row.planned_bytes and row.vram_bytes is not None:
             row.difference_percent = round(100 * (row.vram_bytes / row.planned_bytes - 1), 2)
+
+    def _learn(self, options: EngineOptions) -> Mapping[int, LayerGuesses]:
+        """What an agent knows of the next layers' selections after the calibration's tokens; a start keeps it."""
+        with Engine.load(self.model.path, options) as engine:
+            length = self.workload.prompt + self.workload.calibration
+            tokens = random_tokens(length, engine.n_vocab, CALIBRATION_SEED)
+            engine.feed(tokens[: self.workload.prompt], "prefill", before_step=self.check)
+            for token in tokens[self.workload.prompt :]:
+                engine.feed([token], "decode", before_step=self.check)
+            return {} if engine.tier is None else engine.tier.guesses()
 
     def _plan(self, row: Row) -> TierPlan | None:
         """llama.cpp plans its own offload itself."""
