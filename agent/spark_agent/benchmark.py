@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from spark_agent.errors import UsageError
+from spark_agent.measured import PREFETCHED, RING
 from spark_runtime.bench import (
     COUNTED_AT_ONCE,
     UNTIMED_TOKENS,
@@ -19,6 +20,7 @@ from spark_runtime.bench import (
 )
 from spark_runtime.bench_configuration import Configuration, blocks_on_cpu
 from spark_runtime.buffer_sizes import HOST, log_lines, read_buffer_sizes
+from spark_runtime.early_fetch import EarlyFetch
 from spark_runtime.engine import Engine, EngineOptions
 from spark_runtime.errors import SparkRuntimeError
 from spark_runtime.placement import frequencies
@@ -27,12 +29,13 @@ from spark_runtime.tier_plan import BATCH, TIERED_BATCHES, TierPlan, TierRequest
 if TYPE_CHECKING:
     from spark_runtime.gguf_file import GgufModel
     from spark_runtime.memory_plan import MemoryPlan
+    from spark_runtime.native_tier import LayerGuesses
     from spark_runtime.placement import FloatArray
     from spark_schemas.model import ModelShape
 
 __all__ = ["ALL_GPU", "Benchmark", "Row", "Workload", "identical_output"]
 
-ALL_GPU, UNIFORM, CALIBRATED, RING, OFFLOAD = "all-gpu", "uniform", "calibrated", "calibrated+ring", "llama-offload"
+ALL_GPU, UNIFORM, CALIBRATED, OFFLOAD = "all-gpu", "uniform", "calibrated", "llama-offload"
 CALIBRATION_SEED, MEASURED_SEED, LONG_PROMPT_SEED = 101, 202, 303
 
 
@@ -76,6 +79,10 @@ class Row:
     share_of_all_gpu: float | None = None
     cold_hits_per_token: float | None = None
     cold_hit_rate: float | None = None
+    early_per_token: float | None = None
+    """Experts fetched early, by a guess, all layers together."""
+    early_used_share: float | None = None
+    """Of those, selected while they were in video memory."""
     pageable_share: float | None = None
     """Of the experts in host memory, in memory that is not locked; ``None`` where no GPU reads them."""
     vram_bytes: int | None = None
@@ -123,6 +130,8 @@ class Benchmark:
     devices: int = 0
     profile: Sequence[FloatArray] | None = None
     """Expert frequencies in place of those that would be counted."""
+    prefetch: bool = False
+    """Whether fetching early is measured, too, beside a ring of all slots."""
     check: Callable[[], None] = lambda: None
     """Called between steps; what it raises ends the benchmark."""
     on_cards: bool = field(default_factory=lambda: bool(cards()))
@@ -135,6 +144,8 @@ class Benchmark:
         for residency in self.residencies:
             rows += [Row(UNIFORM, residency), Row(CALIBRATED, residency)]
             rows += [Row(RING, residency, ring) for ring in self.rings]
+            if self.prefetch:
+                rows.append(Row(PREFETCHED, residency, 1.0))
             rows.append(Row(OFFLOAD, residency))
         return rows
 
@@ -218,6 +229,10 @@ class Benchmark:
         )
         size = self._size(None if plan is None else plan.memory)
         options = configuration.options(size, None if plan is None else plan.start, on_gpu=self.on_cards)
+        learned: Mapping[int, LayerGuesses] = {}
+        if row.config == PREFETCHED:
+            options = replace(options, early=EarlyFetch())
+            learned = self._learn(options)
         row.n_ubatch = options.n_ubatch
         row.slots = options.tier.slots if options.tier is not None else None
         row.resident_share = None if plan is None else round(plan.resident_share, 4)
@@ -226,12 +241,24 @@ class Benchmark:
         with log_lines() as lines:
             engine = Engine.load(self.model.path, options)
         with engine:
+            if engine.tier is not None and learned:
+                engine.tier.set_guesses(learned)
             taken = [_taken(free)]
             self._run(row, engine, lambda: taken.append(_taken(free)))
             known = [peak for peak in taken if peak is not None]
             row.vram_bytes = max(known) if known else _allocated(lines, engine, plan)
         if row.planned_bytes and row.vram_bytes is not None:
             row.difference_percent = round(100 * (row.vram_bytes / row.planned_bytes - 1), 2)
+
+    def _learn(self, options: EngineOptions) -> Mapping[int, LayerGuesses]:
+        """What an agent knows of the next layers' selections after the calibration's tokens; a start keeps it."""
+        with Engine.load(self.model.path, options) as engine:
+            length = self.workload.prompt + self.workload.calibration
+            tokens = random_tokens(length, engine.n_vocab, CALIBRATION_SEED)
+            engine.feed(tokens[: self.workload.prompt], "prefill", before_step=self.check)
+            for token in tokens[self.workload.prompt :]:
+                engine.feed([token], "decode", before_step=self.check)
+            return {} if engine.tier is None else engine.tier.guesses()
 
     def _plan(self, row: Row) -> TierPlan | None:
         """llama.cpp plans its own offload itself."""
@@ -257,6 +284,9 @@ class Benchmark:
         if rate.cold_hits_per_token is not None and rate.cold_hit_rate is not None:
             row.cold_hits_per_token = round(rate.cold_hits_per_token, 3)
             row.cold_hit_rate = round(rate.cold_hit_rate, 5)
+        if rate.early_per_token is not None and row.config == PREFETCHED:
+            row.early_per_token = round(rate.early_per_token, 3)
+            row.early_used_share = None if rate.early_used_share is None else round(rate.early_used_share, 4)
         if engine.tier is not None and self.on_cards:
             memory = engine.tier.memory()
             row.pageable_share = round(1.0 - memory.host_pinned / memory.host, 4) if memory.host else None

@@ -13,10 +13,10 @@ from typing import Any
 from spark_agent.errors import SparkError
 from spark_agent.files import replacing
 from spark_agent.paths import benchmarks_dir
-from spark_agent.simulation.machines import fitted_machine
+from spark_agent.simulation.machines import PREFETCHED, RING, fitted_machine
 from spark_runtime.simulator.cost import Machine
 
-__all__ = ["Measured", "find_benchmark", "keep_benchmark", "machine_name", "measured_of"]
+__all__ = ["PREFETCHED", "RING", "Measured", "find_benchmark", "keep_benchmark", "machine_name", "measured_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,8 @@ class Measured:
     day: dt.date
     expert_bytes: float = 0.0
     """Mean bytes of a selected expert; 0 where a miss was measured as a whole."""
+    prefetch_gain: float | None = None
+    """Tokens a second with experts fetched early over those without, mean of residencies; ``None``: not measured."""
 
     def tiered_tok_s(self, cold_hits_per_token: float, pageable_share: float = 0.0) -> float | None:
         """Decoded tokens a second with so many cold hits, a share of them from memory that is not locked.
@@ -94,9 +96,18 @@ def measured_of(value: Mapping[str, Any]) -> Measured:
     ]
     weight = sum(share**2 for share, _ in offload)
     offload_s = max(0.0, sum(share * more for share, more in offload) / weight) if weight else None
+    gains = [
+        float(row["decode_tok_s"]) / float(other["decode_tok_s"])
+        for row in rows
+        for other in rows
+        if row["config"] == PREFETCHED
+        and other["config"] == RING
+        and (other["residency"], other["ring"]) == (row["residency"], 1.0)
+    ]
+    gain = sum(gains) / len(gains) if gains else None
     machine = fitted_machine(value, token_s)
     expert_bytes = 0.0 if machine.link_bytes_per_s is None else float(value["expert_bytes"])
-    return Measured(machine, offload_s, dt.date.fromisoformat(value["day"]), expert_bytes)
+    return Measured(machine, offload_s, dt.date.fromisoformat(value["day"]), expert_bytes, gain)
 
 
 def _path(fingerprint: str, machine: str) -> Path:

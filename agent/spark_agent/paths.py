@@ -16,6 +16,7 @@ __all__ = [
     "config_path",
     "data_dir",
     "ensure_private_dir",
+    "guesses_dir",
     "launch_dir",
     "local_key_path",
     "manifests_dir",
@@ -97,6 +98,11 @@ def answers_dir() -> Path:
 def benchmarks_dir() -> Path:
     """Folder of what ``spark-agent bench`` measured on this machine."""
     return state_dir() / "bench"
+
+
+def guesses_dir() -> Path:
+    """Folder of what was learned for fetching experts early, a file a model."""
+    return state_dir() / "guesses"
 
 
 def own_counts_path() -> Path:

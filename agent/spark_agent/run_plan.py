@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from spark_agent.context_choice import Choice, choose_context, host_sequences
 from spark_agent.forecast import Forecast, forecast
+from spark_agent.prefetching import Prefetch, choose_prefetch
 from spark_agent.sizes import format_size
 from spark_agent.tiering import TierOptions, plan_for, plan_table
 
 if TYPE_CHECKING:
     from spark_agent.chosen_placement import ChosenPlacement
+    from spark_runtime.confidence import Band
+    from spark_runtime.early_fetch import EarlyFetch
     from spark_runtime.gguf_file import GgufModel
     from spark_runtime.tier_plan import TierPlan
     from spark_schemas.model import ModelShape
@@ -31,15 +35,23 @@ class RunPlan:
     """``None`` where the host's memory is all there is and nothing is tiered: the system pages what does not fit."""
     choices: tuple[Choice, ...]
     forecast: Forecast
+    bands: tuple[Band, ...]
+    """How sure it is that experts will be used, by the profile; empty without one, and where nothing is tiered."""
+    early: EarlyFetch
+    """What is fetched before a layer's router has chosen."""
 
     def as_json(self) -> dict[str, Any]:
         """Further keys of a start-up object."""
-        return {"choices": [choice._asdict() for choice in self.choices], **self.forecast.as_json()}
+        return {
+            "choices": [choice._asdict() for choice in self.choices],
+            "bands": [asdict(band) for band in self.bands],
+            **self.forecast.as_json(),
+        }
 
     def table(self) -> str:
         """All of it, for a person."""
         lines = [] if self.plan is None else [plan_table(self.plan), ""]
-        rows = [*self.choices, *_expectations(self.forecast)]
+        rows = [*self.choices, *_band_rows(self.bands), *_expectations(self.forecast)]
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
         lines += [f"{row.what:{widths[0]}}  {row.value:{widths[1]}}  {row.reason}".rstrip() for row in rows]
         return "\n".join(lines)
@@ -52,6 +64,7 @@ def make_run_plan(
     chosen: ChosenPlacement,
     asked_ctx: int,
     *,
+    prefetch: Prefetch = Prefetch.AUTO,
     always: bool = False,
 ) -> RunPlan:
     """Decide what is left open; raises as ``tiering.plan_for`` and ``engine.context_for``.
@@ -89,14 +102,50 @@ def make_run_plan(
     n_seq_max = plan.n_seq_max if plan is not None else options.parallel or host_sequences(shape, n_ctx, free)
     on_cards = bool(cards())
     measured = find_benchmark(shape.fingerprint, machine_name(options.devices))
+    tiered = plan is not None and plan.start is not None
+    early, prefetching = choose_prefetch(prefetch, measured, tiered=tiered)
     choices = [context, _parallel_choice(n_seq_max, options), *_tier_choices(plan, options, chosen, on_cards=on_cards)]
+    if tiered or prefetch is Prefetch.ON:
+        choices.append(prefetching)
     return RunPlan(
         n_ctx,
         n_seq_max,
         plan,
         tuple(choices),
         forecast(shape, plan, chosen.in_force(plan), measured, on_cards=on_cards),
+        _bands_of(shape, plan, chosen),
+        early,
     )
+
+
+def _bands_of(shape: ModelShape, plan: TierPlan | None, chosen: ChosenPlacement) -> tuple[Band, ...]:
+    from spark_runtime.confidence import bands
+    from spark_runtime.placement import layer_sizes
+    from spark_runtime.tier_start import manifest_frequency
+
+    frequency = manifest_frequency(chosen.asked) if chosen.asked is not None else chosen.frequency
+    if plan is None or plan.start is None or frequency is None:
+        return ()
+    return tuple(bands(frequency, layer_sizes(shape), [layer.slots for layer in plan.start.layers]))
+
+
+def _band_rows(found: Sequence[Band]) -> list[Choice]:
+    """Where the experts of each band are; all of them are in host memory, too."""
+    rows, low = [], 0.0
+    for band in found:
+        if band.experts:
+            what = f"{low:.0%} to {band.coverage:.0%}"
+            value = f"{band.experts} experts, {format_size(band.bytes)}"
+            rest = band.experts - band.in_slots
+            where = f"{band.in_slots} in slots, {rest} fetched from host memory when selected"
+            often = f"each selected at least every {_every(band.least_per_token)} tokens"
+            rows.append(Choice(f"sure {what}", value, f"{where}; {often}"))
+        low = band.coverage
+    return rows
+
+
+def _every(per_token: float) -> str:
+    return "so many" if per_token <= 0 else f"{max(1.0, 1 / per_token):.3g}"
 
 
 def _parallel_choice(n_seq_max: int, options: TierOptions) -> Choice:
@@ -150,6 +199,8 @@ def _why_resident(options: TierOptions, *, on_cards: bool) -> str:
 
 def _why_slots(options: TierOptions, chosen: ChosenPlacement) -> str:
     by = "by the profile" if chosen.source != "none" else "the same share of every layer"
+    if options.coverage is not None:
+        return f"the fewest that cover {options.coverage:.0%} of the selections that the profile expects (--coverage)"
     if options.residency is not None:
         return f"--residency {options.residency:g}, {by}"
     if options.vram is not None:

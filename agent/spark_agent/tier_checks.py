@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+from pathlib import Path
 
+from spark_agent.prefetching import what_pays
 from spark_agent.sizes import format_size
 
-__all__ = ["cuda_driver", "host_memory_line", "llama_server", "nvrtc", "proxies", "tier_engine"]
+__all__ = ["cuda_driver", "host_memory_line", "llama_server", "nvrtc", "prefetch", "proxies", "tier_engine"]
 
 NO_GPU = "not needed: there is no GPU to tier on"
 
@@ -36,6 +38,18 @@ def tier_engine() -> str:
         if (fault := kernel_fault(index)) is not None:
             raise fault
     return "cuda: the GPU decides and fetches by itself"
+
+
+def prefetch(model: Path) -> str:
+    """Whether a model's experts are fetched early where nobody says, and why."""
+    from spark_agent.measured import find_benchmark, machine_name
+    from spark_runtime.model_shape import read_model_shape
+
+    measured = find_benchmark(read_model_shape(model).fingerprint, machine_name())
+    paying = what_pays(measured)
+    if measured is not None and measured.prefetch_gain is not None:
+        return f"{'on' if paying.pays else 'off'}: {paying.reason}"
+    return f"{'on' if paying.pays else 'off'}: {paying.reason}; spark-agent bench --prefetch on measures it"
 
 
 def nvrtc() -> str:

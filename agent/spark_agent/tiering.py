@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from spark_agent.context import AgentContext
     from spark_agent.imported_start import ImportedStart
+    from spark_runtime.early_fetch import EarlyFetch
     from spark_runtime.engine import Engine, EngineOptions
     from spark_runtime.gguf_file import GgufModel
     from spark_runtime.memory_fix import Fix
@@ -54,6 +55,7 @@ class TierOptions:
     devices: int = 0
     pinned_share: float = 0.0
     no_tier: bool = False
+    coverage: float | None = None
     parallel: int = 1
     """Conversations that the context holds at once; 0: as many as are worth their bytes."""
 
@@ -61,6 +63,14 @@ class TierOptions:
         """Raise :class:`UsageError` for what contradicts itself."""
         if self.vram is not None and self.residency is not None:
             raise UsageError("--vram and --residency both say how many experts to keep", "pass one of them")
+        if self.coverage is not None and (self.vram is not None or self.residency is not None):
+            raise UsageError(
+                "--coverage says how many experts to keep, as --vram and --residency do", "pass one of them"
+            )
+        if self.coverage is not None and not 0 < self.coverage <= 1:
+            raise UsageError(f"--coverage: found {self.coverage:g}, expected a share above 0, at most 1", "e.g. 0.95")
+        if self.no_tier and self.coverage is not None:
+            raise UsageError("--no-tier keeps every expert resident", "leave out --coverage")
         if self.no_tier and (self.residency is not None or self.pinned_share):
             raise UsageError("--no-tier keeps every expert resident", "leave out --residency and --pinned-share")
         if self.pinned_share and manifest is None:
@@ -103,6 +113,7 @@ def plan_for(
         n_ubatch=options.ubatch,
         budget_bytes=options.budget_bytes,
         residency=options.residency,
+        coverage=options.coverage,
         n_devices=options.devices,
         n_seq_max=options.parallel,
         n_outputs_max=n_outputs_max,
@@ -110,7 +121,15 @@ def plan_for(
         frequency=frequency,
         pinned_share=options.pinned_share,
     )
-    asked = options.vram is not None or options.residency is not None or manifest is not None or wanted
+    if options.coverage is not None and manifest is None and frequency is None:
+        raise UsageError("--coverage needs a profile: nothing else says what covers how much", "pass --manifest")
+    asked = (
+        options.vram is not None
+        or options.coverage is not None
+        or options.residency is not None
+        or manifest is not None
+        or wanted
+    )
     found = cards()
     on_cards, one = bool(found), (options.devices or len(found)) <= 1
     try:
@@ -144,9 +163,16 @@ def _order(fix: Fix, shape: ModelShape, *, one_device: bool) -> str:
 
 
 def planned_options(
-    plan: TierPlan | None, options: TierOptions, n_ctx: int, threads: int, *, n_outputs_max: int = 1
+    plan: TierPlan | None,
+    options: TierOptions,
+    n_ctx: int,
+    threads: int,
+    *,
+    n_outputs_max: int = 1,
+    early: EarlyFetch | None = None,
 ) -> EngineOptions:
     """How the engine is opened. Where one token at a time is generated, one row of logits is enough."""
+    from spark_runtime.early_fetch import NO_EARLY_FETCH
     from spark_runtime.engine import EngineOptions
     from spark_runtime.tier_plan import BATCH
 
@@ -159,6 +185,7 @@ def planned_options(
         n_outputs_max=n_outputs_max,
         n_seq_max=max(1, options.parallel) if plan is None else plan.n_seq_max,
         tier=None if plan is None else plan.start,
+        early=early or NO_EARLY_FETCH,
         devices=options.devices,
     )
 
@@ -210,6 +237,9 @@ def tiers_of(
         "core_bytes": shape.core_bytes,
         "expert_bytes": shape.expert_bytes_total,
         "kv_bytes": n_contexts * shape.context_bytes(n_ctx),
+        "prefetch": None
+        if tier is None or not tier.early.experts
+        else {"experts": tier.early.experts, "threshold": tier.early.threshold},
         "slot_bytes": None if memory is None else memory.slots,
         "host_bytes": None if memory is None else memory.host,
         "host_pinned_bytes": None if memory is None else memory.host_pinned,

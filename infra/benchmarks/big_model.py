@@ -13,6 +13,10 @@ popular to different degrees, the others are all alike: larger means more cold h
 The defaults give about 2 cold hits a token with 60% of the experts resident and 5.5 with 31% (512-token prompt, 300
 random tokens, scored policy with a calibrated prior). Trained models can have many more: this is a load for measuring
 speed, and tier_speed.py reports the cold hits beside it.
+
+With random routers nothing tells what the next layer selects. ``--router-share`` is the part of a router row's variance
+that all blocks' routers have in common, expert by expert: since the stream changes little from block to block, what one
+layer selects then tells something of the next, as in trained models.
 """
 
 from __future__ import annotations
@@ -62,6 +66,8 @@ class Recipe:
     attention_gain: float = 0.2
     expert_gain: float = 0.1
     """Root mean squares that one block's attention (of one token) and experts add to a stream of 1."""
+    router_share: float = 0.0
+    """Part of the routers' own variance that all blocks have in common."""
     seed: int = 0
 
 
@@ -150,6 +156,7 @@ def tensors_of(recipe: Recipe) -> Iterator[Tensor]:
     rng = np.random.default_rng(recipe.seed)
     pools = Pools(rng)
     common, damping = common_direction(recipe.hidden, rng)
+    in_common = np.random.default_rng([recipe.seed, 1]).standard_normal((recipe.experts, recipe.hidden))
 
     def vector(name: str, values: NDArray[np.float32]) -> Tensor:
         return Tensor(name, values.shape, Types.F32, lambda: values)
@@ -176,6 +183,8 @@ def tensors_of(recipe: Recipe) -> Iterator[Tensor]:
     def router(block: int) -> NDArray[np.float32]:
         popularity = rng.permutation(popularities(recipe.experts, recipe.preferred))
         noise = rng.standard_normal((recipe.experts, recipe.hidden))
+        if recipe.router_share:
+            noise = np.sqrt(1 - recipe.router_share) * noise + np.sqrt(recipe.router_share) * in_common
         noise -= np.outer(noise @ common, common) / recipe.hidden
         # Of one length, or experts that are meant to be alike would not be.
         noise *= np.sqrt(recipe.hidden) / np.linalg.norm(noise, axis=1, keepdims=True)

@@ -47,6 +47,10 @@ class DecodeRate:
     """Selections whose expert was not in video memory, all layers together; ``None`` when nothing counted them."""
     cold_hit_rate: float | None
     """The same as a share of all selections."""
+    early_per_token: float | None = None
+    """Experts fetched early, all layers together."""
+    early_used_share: float | None = None
+    """Of those, selected while they were in video memory; ``None`` without any."""
 
 
 def random_tokens(count: int, n_vocab: int, seed: int) -> list[int]:
@@ -84,11 +88,14 @@ def decode_rate(
     _step_through(engine, tokens[untimed:], before_step)
     seconds = time.perf_counter() - start
     timed = len(tokens) - untimed
-    per_token = share = None
+    per_token = share = early = used = None
     if engine.tier is not None:
         counters = engine.tier.counters()
         per_token, share = counters.cold_hits_per_token("decode"), counters.cold_hit_rate("decode")
-    return DecodeRate(timed / seconds, timed, per_token, share)
+        n_early = sum(counters.early["decode"])
+        early = n_early / timed
+        used = min(1.0, sum(counters.early_used["decode"]) / n_early) if n_early else None
+    return DecodeRate(timed / seconds, timed, per_token, share, early, used)
 
 
 def logits_sha256(

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from spark_runtime.collector import Collector
 from spark_runtime.conversation import Computing, Conversation
 from spark_runtime.devices import registered_devices
+from spark_runtime.early_fetch import NO_EARLY_FETCH, EarlyFetch
 from spark_runtime.errors import ContextFullError, InstallationError, TierError
 from spark_runtime.gguf_file import read_gguf
 from spark_runtime.grammar import GrammarHost
@@ -61,6 +62,8 @@ class EngineOptions(ComputeOptions):
     """Count in native code where it can be built, which costs next to nothing."""
     tier: TierStart | None = None
     """Keep experts in slots and the rest in host memory; the slots count by themselves, without a callback."""
+    early: EarlyFetch = NO_EARLY_FETCH
+    """What of them is fetched before a router has chosen; the output does not depend on it."""
     proxy: bool = False
     """Compute through the tiers' proxy device with nothing tiered: what tiers are compared with."""
     devices: int = 0
@@ -144,6 +147,13 @@ class Engine:
         # A split model is loaded by its first file, whichever was named.
         if options.tier is not None:
             context, tier = load_tiered(model.path, shape, options.tier, load, devices=n_devices, **arguments)
+            if tier is not None and resolved.early.experts:
+                try:
+                    tier.set_early(resolved.early)
+                except BaseException:
+                    tier.close()
+                    context.close()
+                    raise
             counting = TierCounting(tier) if tier is not None and options.count_routing else None
             return cls(model.path, context, shape, counting, on_gpu=on_gpu, native_fault=None, tier=tier, **of_context)
         collector = Collector(shape) if options.count_routing else None

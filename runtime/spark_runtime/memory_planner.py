@@ -29,6 +29,7 @@ TABLE_BYTES_PER_EXPERT = 128
 """Slot, score and prior (22), selections and reuse by phase (32), and remapped ids of 8 tokens (32), rounded up."""
 TABLE_BYTES_PER_LAYER = 1024
 _ID_BYTES = 4
+_WEIGHT_BYTES = 2
 
 
 def plan_memory(
@@ -226,6 +227,9 @@ class _Planner:
         partial = any(count < layer.n_experts for layer, count in layers)
         tables = sum(TABLE_BYTES_PER_LAYER + TABLE_BYTES_PER_EXPERT * layer.n_experts for layer, _ in layers)
         ids = _ID_BYTES * n_ubatch * max((layer.top_k for layer, _ in layers), default=0)
+        if partial:
+            # What guesses of the next layers are made from: a row for each expert of the two layers before.
+            tables += sum(_WEIGHT_BYTES * layer.n_experts * (2 * layer.n_experts + 1) for layer, _ in layers)
         if memory.is_host:
             # The CPU reads what is not in slots where it is, and the host's own tables are too small to count.
             partial, tables, ids = False, 0, 0

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from spark_runtime.early_fetch import EarlyFetch
 from spark_runtime.errors import ClosedError, InstallationError, TierError
 from spark_runtime.ggml import share_registry
 from spark_runtime.native.nvrtc import kernels_path
@@ -21,6 +22,7 @@ from spark_runtime.tier_start import LayerStart
 __all__ = [
     "DeviceTier",
     "LayerCounts",
+    "LayerGuesses",
     "TierMemory",
     "cuda_version",
     "kernel_fault",
@@ -32,6 +34,8 @@ __all__ = [
 
 IntArray = NDArray[np.int64]
 _FAULT_BYTES = 512
+_TOTALS = 6
+"""Of a layer and phase, after what there is by expert."""
 _INT32 = (-(2**31), 2**31 - 1)
 
 
@@ -67,6 +71,22 @@ class TierMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerGuesses:
+    """What was learned of one layer's selections."""
+
+    sources: tuple[int, ...]
+    """Blocks whose selections it is guessed from, the nearest first."""
+    weights: NDArray[np.int16]
+    """``[row, expert]`` in units of ``1 / PREDICTED_ONE``: a row for each expert of each source, and one for all."""
+
+
+class _GuessShape(NamedTuple):
+    n_rows: int
+    n_experts: int
+    sources: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LayerCounts:
     """What one layer selected in one phase since the counts were reset."""
 
@@ -79,23 +99,32 @@ class LayerCounts:
     """Selections whose expert was not in video memory."""
     loads: int
     """Experts that a step needed and copied there or to the scratch layers, without what is fetched ahead."""
+    early: int
+    """Experts fetched early, by a guess."""
+    early_used: int
+    """Of those, selected while they were there."""
+    early_wasted: int
+    """Of those, gone before anything selected them."""
 
     @staticmethod
     def room(n_experts: int) -> NDArray[np.uint64]:
         """Where the native library writes them."""
-        return np.empty(2 * n_experts + 4, dtype=np.uint64)
+        return np.empty(2 * n_experts + 1 + _TOTALS, dtype=np.uint64)
 
     @classmethod
     def read(cls, written: NDArray[np.uint64]) -> Self:
         """From what the native library wrote into :meth:`room`."""
-        n_experts = (len(written) - 4) // 2
-        tokens, cold, loads = written[-3:].tolist()
+        n_experts = (len(written) - 1 - _TOTALS) // 2
+        tokens, cold, loads, early, used, wasted = written[-_TOTALS:].tolist()
         return cls(
             selections=written[:n_experts].astype(np.int64),
-            reuse=written[n_experts:-3].astype(np.int64),
+            reuse=written[n_experts:-_TOTALS].astype(np.int64),
             tokens=tokens,
             cold=cold,
             loads=loads,
+            early=early,
+            early_used=used,
+            early_wasted=wasted,
         )
 
 
@@ -118,6 +147,9 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "spark_tier_slots": (_INT, [_ADDRESS, ctypes.c_int32, _ADDRESS]),
     "spark_tier_recency": (_INT, [_ADDRESS, ctypes.c_int32, _ADDRESS, _ADDRESS]),
     "spark_tier_write_recency": (_INT, [_ADDRESS]),
+    "spark_tier_set_early": (_INT, [_ADDRESS, ctypes.c_uint32, ctypes.c_int32, ctypes.c_bool]),
+    "spark_tier_sync_guesses": (_INT, [_ADDRESS, ctypes.c_bool]),
+    "spark_tier_guesses": (_INT, [_ADDRESS, ctypes.c_int32, _ADDRESS, _ADDRESS, _ADDRESS]),
     "spark_tier_reset_counts": (_INT, [_ADDRESS]),
     "spark_tier_take_fault": (_SIZE, [_ADDRESS, ctypes.c_char_p, _SIZE]),
 }
@@ -288,6 +320,49 @@ class DeviceTier:
         for block, values in stamps.items():
             self._check(self._library.spark_tier_recency(self._handle, block, None, values.ctypes.data))
         self._check(self._library.spark_tier_write_recency(self._handle))
+
+    def set_early(self, early: EarlyFetch) -> None:
+        """How experts are fetched early from the next step on; nothing of it changes what is computed."""
+        self._check(
+            self._library.spark_tier_set_early(self._handle, early.experts, early.threshold_units, early.learning)
+        )
+
+    def guesses(self) -> dict[int, LayerGuesses]:
+        """What has been learned for fetching early, by block; empty while nothing is. Waits for the device."""
+        self._check(self._library.spark_tier_sync_guesses(self._handle, False))
+        found = {}
+        for block in self._n_experts:
+            about = self._guess_shape(block)
+            weights = np.empty((about.n_rows, about.n_experts), dtype=np.int16)
+            if about.n_rows:
+                self._exchange(block, weights.ctypes.data, None)
+                found[block] = LayerGuesses(about.sources, weights)
+        return found
+
+    def set_guesses(self, guesses: Mapping[int, LayerGuesses]) -> None:
+        """Go on with what :meth:`guesses` gave, of blocks that guess from the same blocks.
+
+        Raises :class:`TierError` for others, and changes nothing then.
+        """
+        for block, layer in guesses.items():
+            about = self._guess_shape(block)
+            expected = (about.n_rows, about.n_experts)
+            if layer.sources != about.sources or layer.weights.shape != expected or layer.weights.dtype != np.int16:
+                found = f"weights {layer.weights.shape} of {layer.weights.dtype} from blocks {layer.sources}"
+                raise TierError(f"block {block}: {found}, expected {expected} of int16 from blocks {about.sources}")
+        self._check(self._library.spark_tier_sync_guesses(self._handle, False))
+        for block, layer in guesses.items():
+            self._exchange(block, None, np.ascontiguousarray(layer.weights).ctypes.data)
+        self._check(self._library.spark_tier_sync_guesses(self._handle, True))
+
+    def _guess_shape(self, block: int) -> _GuessShape:
+        about = self._exchange(block, None, None)
+        return _GuessShape(about[0], about[1], tuple(source for source in about[2:] if source >= 0))
+
+    def _exchange(self, block: int, out: int | None, given: int | None) -> list[int]:
+        about = (ctypes.c_int32 * 4)()
+        self._check(self._library.spark_tier_guesses(self._handle, block, about, out, given))
+        return list(about)
 
     def reset_counts(self) -> None:
         """Start counting anew."""

@@ -16,6 +16,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from spark_runtime.early_fetch import NO_EARLY_FETCH, EarlyFetch
 from spark_runtime.errors import TierError
 from spark_runtime.native_tap import native_library
 from spark_runtime.native_tier import LayerCounts
@@ -58,7 +59,7 @@ class _Layer(ctypes.Structure):
             "n_pinned",
             "first_distance",
             "recency_clock",
-            "unused",
+            "first_weight",
         )
     ]
 
@@ -98,6 +99,12 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "spark_slots_ensure": (ctypes.c_int64, [_ADDRESS, _U32, _ADDRESS, _U32, _INT, _ADDRESS, _ADDRESS]),
     "spark_slots_pass": (_INT, [_ADDRESS, _U32, _ADDRESS, _U32, _INT]),
     "spark_slots_observe": (None, [_ADDRESS, _U32, _ADDRESS, _U32, _U32, _INT]),
+    "spark_slots_set_early": (None, [_ADDRESS, _U32, ctypes.c_int32, ctypes.c_bool]),
+    "spark_slots_guesses": (_U32, [_ADDRESS, _U32, _ADDRESS, _ADDRESS]),
+    "spark_slots_follow": (None, [_ADDRESS, _U32, _ADDRESS, _U32, _U32]),
+    "spark_slots_fetch_early": (_U32, [_ADDRESS, _U32, _INT, _ADDRESS]),
+    "spark_slots_learn": (None, [_ADDRESS]),
+    "spark_slots_decode": (None, [_ADDRESS, _ADDRESS, _SIZE, _U32]),
     "spark_slots_end_step": (None, [_ADDRESS]),
     "spark_slots_reset_counts": (None, [_ADDRESS]),
     "spark_slots_layer": (None, [_ADDRESS, _U32, _ADDRESS]),
@@ -190,6 +197,7 @@ class SlotPool(PoolView):
             raise MemoryError("no memory for a slot pool")
         weakref.finalize(self, library.spark_slots_free, handle)
         super().__init__(handle, 0)
+        self._early = NO_EARLY_FETCH
         self.place(start)
 
     def place(self, start: TierStart) -> None:
@@ -243,6 +251,54 @@ class SlotPool(PoolView):
         if status:
             raise self._refusal(layer, wanted)
 
+    def set_early(self, early: EarlyFetch) -> None:
+        """How experts are fetched early from now on; without any, what was learned is forgotten."""
+        self._early = early
+        self._library.spark_slots_set_early(self._handle, early.experts, early.threshold_units, early.learning)
+
+    def guesses(self, layer: int) -> NDArray[np.int16]:
+        """What has been learned of a layer, as :class:`spark_runtime.native_tier.LayerGuesses` has it."""
+        n_rows = self._library.spark_slots_guesses(self._handle, self._index(layer), None, None)
+        weights = np.empty((n_rows, self._sizes[layer]), dtype=np.int16)
+        self._library.spark_slots_guesses(self._handle, layer, weights.ctypes.data, None)
+        return weights
+
+    def set_guesses(self, layer: int, weights: NDArray[np.int16]) -> None:
+        """Go on with others; raise :class:`TierError` where they are not this layer's."""
+        expected = self.guesses(layer).shape
+        if weights.shape != expected or weights.dtype != np.int16:
+            found = f"weights {weights.shape} of {weights.dtype}"
+            raise TierError(f"layer {layer}: {found}, expected {expected} of int16")
+        self._library.spark_slots_guesses(self._handle, layer, None, np.ascontiguousarray(weights).ctypes.data)
+
+    def fetch_early(self, layer: int, ids: IntArray, phase: Phase) -> list[Move]:
+        """After ``ids[token, k]`` of a layer are in slots: what is copied early for the layer after it."""
+        self._follow(layer, ids)
+        moves = (_Move * max(1, self._early.experts))()
+        count = self._library.spark_slots_fetch_early(self._handle, layer, PHASES.index(phase), moves)
+        return [Move(move.expert, move.slot) for move in moves[:count]]
+
+    def _follow(self, layer: int, ids: IntArray) -> None:
+        wanted = _ids(ids)
+        n_tokens, n_used = wanted.shape
+        self._library.spark_slots_follow(self._handle, self._index(layer), wanted.ctypes.data, n_used, n_tokens)
+
+    def learn(self) -> None:
+        """Correct the guesses by a step whose layers were all observed; before :meth:`end_step`."""
+        self._library.spark_slots_learn(self._handle)
+
+    def decode(self, ids: IntArray) -> None:
+        """Steps of one token each, ``ids[token, layer, k]``. Raises :class:`TierError` as :meth:`ensure`."""
+        wanted = _ids(ids)
+        if wanted.ndim != 3 or wanted.shape[1] != self.n_layers:
+            raise TierError(f"selections {wanted.shape}, expected [token, {self.n_layers} layers, k]")
+        for layer in range(self.n_layers):
+            of_layer = wanted[:, layer]
+            bad = ((of_layer < 0) | (of_layer >= self._sizes[layer])).any()
+            if bad or not self.goes_through(layer, wanted.shape[2], 1):
+                raise self._refusal(layer, of_layer)
+        self._library.spark_slots_decode(self._handle, wanted.ctypes.data, len(wanted), wanted.shape[2])
+
     def observe(self, layer: int, ids: IntArray, phase: Phase) -> None:
         """Count ``ids[token, k]`` and let them move the scores, after the call. Raises :class:`TierError` as above."""
         wanted = _ids(ids)
@@ -264,11 +320,14 @@ class SlotPool(PoolView):
             n_tokens, n_used = selected.shape
             if self.goes_through(layer, n_used, n_tokens):
                 moves.append(self.ensure(layer, selected, phase)[1])
+                self.fetch_early(layer, selected, phase)
             else:
                 self.pass_by(layer, selected, phase)
+                self._follow(layer, selected)
                 moves.append([])
         for layer, selected in enumerate(ids):
             self.observe(layer, selected, phase)
+        self.learn()
         self.end_step()
         return moves
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from spark_runtime.early_fetch import NO_EARLY_FETCH, EarlyFetch
 from spark_runtime.errors import TierError
-from spark_runtime.native_tier import DeviceTier, TierMemory
+from spark_runtime.native_tier import DeviceTier, LayerCounts, LayerGuesses, TierMemory
 from spark_runtime.tier_start import TierStart, keeping
 from spark_schemas.ids import Phase
 from spark_schemas.model import ModelShape
@@ -37,6 +38,16 @@ class TierCounters:
     """Experts that a step needed and copied from host memory, without what is fetched ahead for a prompt."""
     bytes_moved: dict[Phase, int]
     """Bytes of ``loads``."""
+    early: dict[Phase, list[int]]
+    """Experts fetched early, by a guess."""
+    early_used: dict[Phase, list[int]]
+    """Of those, selected while they were in video memory; some may be fetched before the counters were reset."""
+    early_wasted: dict[Phase, list[int]]
+    """Of those, gone again before anything selected them."""
+    early_bytes: dict[Phase, int]
+    """Bytes of ``early``."""
+    early_used_bytes: dict[Phase, int]
+    early_wasted_bytes: dict[Phase, int]
     reuse: list[IntArray]
     """Reuse distances in decode, ``[n_experts + 1]`` a layer, as in :mod:`spark_runtime.recency`."""
 
@@ -59,6 +70,8 @@ class Tier:
         self.devices = tuple(devices)
         self.start: TierStart | None = None
         """Where experts were put last."""
+        self.early = NO_EARLY_FETCH
+        """How experts are fetched early."""
         self._device_of = {block: device for device in devices for block in device.blocks}
         missing = [layer.block for layer in shape.layers if layer.block not in self._device_of]
         if missing:
@@ -122,6 +135,30 @@ class Tier:
                     f"{why}; and the experts cannot be put back where they were: {error}", "load the model again"
                 ) from why
 
+    def set_early(self, early: EarlyFetch) -> None:
+        """How experts are fetched early from the next step on; the output does not change.
+
+        Without any, what was learned is forgotten. Raises :class:`TierError` without memory for it on a device.
+        """
+        for device in self.devices:
+            device.set_early(early)
+        self.early = early
+
+    def guesses(self) -> dict[int, LayerGuesses]:
+        """What has been learned for fetching early, by block; empty while nothing is fetched early."""
+        return {block: layer for device in self.devices for block, layer in device.guesses().items()}
+
+    def set_guesses(self, guesses: Mapping[int, LayerGuesses]) -> None:
+        """Go on with what :meth:`guesses` gave, of the same model on as many devices.
+
+        Raises :class:`TierError` for anything else; nothing has changed then, unless there are several devices.
+        """
+        unknown = sorted(guesses.keys() - self._device_of.keys())
+        if unknown:
+            raise TierError(f"guesses of blocks {unknown}, which have no experts here", "learn them anew")
+        for device in self.devices:
+            device.set_guesses({block: layer for block, layer in guesses.items() if block in device.blocks})
+
     def set_phase(self, phase: Phase) -> None:
         """What the tokens to come are."""
         for device in self.devices:
@@ -137,15 +174,25 @@ class Tier:
         }
         if reset:
             self.reset_counts()
+
+        def moved(count_of: Callable[[LayerCounts], int]) -> dict[Phase, int]:
+            return {
+                phase: sum(mine.expert_bytes * count_of(layer) for mine, layer in zip(layers, found, strict=True))
+                for phase, found in of_phase.items()
+            }
+
         return TierCounters(
             counts={phase: [layer.selections for layer in found] for phase, found in of_phase.items()},
             tokens={phase: [layer.tokens for layer in found] for phase, found in of_phase.items()},
             cold={phase: [layer.cold for layer in found] for phase, found in of_phase.items()},
             loads={phase: [layer.loads for layer in found] for phase, found in of_phase.items()},
-            bytes_moved={
-                phase: sum(mine.expert_bytes * layer.loads for mine, layer in zip(layers, found, strict=True))
-                for phase, found in of_phase.items()
-            },
+            bytes_moved=moved(lambda layer: layer.loads),
+            early={phase: [layer.early for layer in found] for phase, found in of_phase.items()},
+            early_used={phase: [layer.early_used for layer in found] for phase, found in of_phase.items()},
+            early_wasted={phase: [layer.early_wasted for layer in found] for phase, found in of_phase.items()},
+            early_bytes=moved(lambda layer: layer.early),
+            early_used_bytes=moved(lambda layer: layer.early_used),
+            early_wasted_bytes=moved(lambda layer: layer.early_wasted),
             reuse=[layer.reuse for layer in of_phase["decode"]],
         )
 

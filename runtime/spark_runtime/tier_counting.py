@@ -31,6 +31,12 @@ class TierTotals:
     loads: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
     """Experts copied from host memory."""
     bytes_moved: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
+    early_bytes: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
+    """Fetched early, by a guess; not among ``bytes_moved``."""
+    early_used_bytes: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
+    """Of those, of experts that were selected while they were in video memory."""
+    early_wasted_bytes: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
+    """Of those, of experts that left again before."""
 
     def plus(self, counters: TierCounters) -> TierTotals:
         """These and what was counted since."""
@@ -46,6 +52,9 @@ class TierTotals:
             cold_hits=summed(self.cold_hits, {phase: sum(counters.cold[phase]) for phase in PHASES}),
             loads=summed(self.loads, {phase: sum(counters.loads[phase]) for phase in PHASES}),
             bytes_moved=summed(self.bytes_moved, counters.bytes_moved),
+            early_bytes=summed(self.early_bytes, counters.early_bytes),
+            early_used_bytes=summed(self.early_used_bytes, counters.early_used_bytes),
+            early_wasted_bytes=summed(self.early_wasted_bytes, counters.early_wasted_bytes),
         )
 
     def cold_hit_rate(self, phase: Phase) -> float | None:

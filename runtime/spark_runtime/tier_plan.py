@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from spark_runtime.buffer_sizes import HOST, buffer_sizes, needs_of
+from spark_runtime.confidence import covering_slots
 from spark_runtime.devices import Device, device_at, registered_devices
 from spark_runtime.errors import PlanError, TierError
 from spark_runtime.host_probe import probe_host
@@ -46,6 +47,8 @@ class TierRequest:
     """Most memory of the devices, all together; ``None`` takes what is free but a reserve."""
     residency: float | None = None
     """Share of the experts' bytes in slots; ``None`` takes the manifest's slots, or what fits."""
+    coverage: float | None = None
+    """Share of the selections that the profile expects for which slots are made, and no more of them."""
     n_devices: int = 0
     """Devices to spread the layers over; 0 takes every GPU, or one device over the CPU."""
     n_outputs_max: int = 1
@@ -109,7 +112,7 @@ def plan_tiers(model: GgufModel, shape: ModelShape, request: TierRequest) -> Tie
     if frequency is None and request.manifest is not None:
         frequency = manifest_frequency(request.manifest)
     slots = _fixed_slots(shape, request, frequency)
-    always = request.always_tiered or request.residency is not None
+    always = request.always_tiered or request.residency is not None or request.coverage is not None
     if request.manifest is not None and slots is not None:
         always = always or any(count < layer.n_experts for count, layer in zip(slots, shape.layers, strict=True))
 
@@ -205,6 +208,8 @@ def _fixed_slots(shape: ModelShape, request: TierRequest, frequency: Sequence[Fl
         sizes = layer_sizes(shape)
         budget = residency_budget(sizes, request.residency)
         return uniform_slots(sizes, budget) if frequency is None else greedy_slots(frequency, sizes, budget)
+    if request.coverage is not None and frequency is not None:
+        return covering_slots(frequency, layer_sizes(shape), request.coverage)
     if request.manifest is not None and request.budget_bytes is None:
         return [layer.slots for layer in request.manifest.layers]
     return None

@@ -16,6 +16,7 @@ import pytest
 from small_architectures import ModelSize
 from small_models import write_small_model
 
+from spark_runtime.early_fetch import NO_EARLY_FETCH, EarlyFetch
 from spark_runtime.engine import Engine, EngineOptions
 from spark_runtime.errors import InstallationError
 from spark_runtime.model_shape import read_model_shape
@@ -148,12 +149,8 @@ def check_equal(engine: Engine, replay: Replay) -> int:
                 counted, counts = found.counts(place, phase), expected.counts(place, phase)
                 np.testing.assert_array_equal(counted.selections, counts.selections, err_msg=phase)
                 np.testing.assert_array_equal(counted.reuse, counts.reuse, err_msg=phase)
-                assert (phase, counted.tokens, counted.cold, counted.loads) == (
-                    phase,
-                    counts.tokens,
-                    counts.cold,
-                    counts.loads,
-                )
+                for name in ("tokens", "cold", "loads", "early", "early_used", "early_wasted"):
+                    assert (phase, name, getattr(counted, name)) == (phase, name, getattr(counts, name))
                 cold += counts.cold
     return cold
 
@@ -165,8 +162,9 @@ def profiled(shape: ModelShape, residency: float, decay: float, pinned: float, s
     return profile_start(shape, frequency, slots, decay=decay, pinned_share=pinned)
 
 
-def load(path: Path, start: TierStart, decides: str) -> Engine:
-    engine = Engine.load(path, EngineOptions(n_ctx=CONTEXT, n_batch=BATCH, n_threads=1, devices=1, tier=start))
+def load(path: Path, start: TierStart, decides: str, early: EarlyFetch = NO_EARLY_FETCH) -> Engine:
+    size = {"n_ctx": CONTEXT, "n_batch": BATCH, "n_threads": 1, "devices": 1}
+    engine = Engine.load(path, EngineOptions(**size, tier=start, early=early))
     assert engine.tier is not None
     assert {device.engine for device in engine.tier.devices} == {decides}
     return engine
@@ -191,6 +189,31 @@ def test_tiers_decide_as_the_policy_does(decides: str, model: Path) -> None:
                 replay.step(call)
             cold = check_equal(engine, replay)
             assert (cold == 0) == (name == "all"), name
+
+
+@pytest.mark.parametrize("early", [EarlyFetch(1, 0.3), EarlyFetch(3, 0.05), EarlyFetch(2, float("-inf"))], ids=str)
+def test_tiers_fetch_early_and_learn_as_the_policy_does(decides: str, model: Path, early: EarlyFetch) -> None:
+    shape, calls = read_model_shape(model), script(3)
+    calls += [("decode", 1)] * 150
+    chosen = selections(model, calls)
+    fetched = 0
+    for start in (uniform_start(shape, 0.6), profiled(shape, 0.4, 0.97, 0.2, seed=5)):
+        with load(model, start, decides, early) as engine:
+            replay = Replay.of(engine, start)
+            for pool, _ in replay.pools:
+                pool.set_early(early)
+            run(engine, calls)
+            for call in chosen:
+                replay.step(call)
+            check_equal(engine, replay)
+            assert engine.tier is not None
+            guesses = engine.tier.guesses()
+            for pool, places in replay.pools:
+                for block, place in places.items():
+                    if place:
+                        np.testing.assert_array_equal(pool.guesses(place), guesses[block].weights)
+            fetched += sum(sum(engine.tier.counters().early[phase]) for phase in PHASES)
+    assert fetched > 0
 
 
 def test_a_tier_placed_again_goes_on_as_the_policy_does(decides: str, model: Path) -> None:

@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from spark_runtime.early_fetch import NO_EARLY_FETCH, EarlyFetch
 from spark_runtime.recency import RecencyOrder
 from spark_runtime.tier_start import LayerStart, TierStart
 
 __all__ = ["LayerModel", "PoolModel"]
 
 _STEP = 256
+_COUNTS = ("tokens", "cold", "loads", "early", "early_used", "early_wasted")
 
 
 @dataclass
@@ -23,13 +25,17 @@ class LayerModel:
     score: dict[int, np.float32] = field(default_factory=dict)
     clock: int = 0
     touched: set[int] = field(default_factory=set)
+    waiting: set[int] = field(default_factory=set)
+    """Fetched early and not selected since."""
+    single: list[int] = field(default_factory=list)
+    """What the step selected, if it is of one token."""
     counts: dict[str, dict[str, int]] = field(default_factory=dict)
     distances: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.order = RecencyOrder(self.n_experts)
         self.selections = {phase: [0] * self.n_experts for phase in ("prefill", "decode")}
-        self.counts = {phase: {"tokens": 0, "cold": 0, "loads": 0} for phase in ("prefill", "decode")}
+        self.counts = {phase: dict.fromkeys(_COUNTS, 0) for phase in ("prefill", "decode")}
         self.distances = [0] * (self.n_experts + 1)
 
     @property
@@ -48,7 +54,13 @@ class LayerModel:
 class PoolModel:
     """Decides expert by expert; scores have the 32 bits that the native ones have."""
 
-    def __init__(self, start: TierStart) -> None:
+    def __init__(self, start: TierStart, early: EarlyFetch = NO_EARLY_FETCH) -> None:
+        self.early = early
+        sizes = [len(layer.order) for layer in start.layers]
+        self.weights = [
+            np.zeros((sum(sizes[max(0, index - 2) : index]) + 1, size), dtype=np.int16)
+            for index, size in enumerate(sizes)
+        ]
         self.decay = float(np.float32(start.decay))
         self.layers = [LayerModel(layer) for layer in start.layers]
         free = iter(range(start.slots))
@@ -76,25 +88,81 @@ class PoolModel:
         for expert in wanted:
             if expert in layer.slot_of:
                 continue
-            ranked = [
-                (
-                    leaving in other.touched,
-                    self.worth(other, leaving, to_come=place > index),
-                    other.last.get(leaving, 0),
-                    place,
-                    leaving,
-                )
-                for place, other in enumerate(self.layers)
-                if other is layer or len(other.slot_of) > other.floor
-                for leaving in other.slot_of
-                if leaving not in other.pinned and not (other is layer and leaving in layer.touched)
-            ]
-            *_, place, leaving = min(ranked)
-            slot = self.layers[place].slot_of.pop(leaving)
-            layer.slot_of[expert] = slot
-            moves.append((expert, slot))
+            ranked = self.leaving(index, index)
+            *_, place, leaving = min(each for each in ranked if not (each[3] == index and each[0]))
+            moves.append((expert, self.hand_over(index, expert, place, leaving, phase)))
         layer.counts[phase]["loads"] += len(moves)
         return moves
+
+    def leaving(self, index: int, current: int) -> list[tuple[bool, float, int, int, int]]:
+        """What may leave for an expert of a layer, after a call has come to ``current``."""
+        return [
+            (
+                leaving in other.touched,
+                self.worth(other, leaving, to_come=place > current),
+                other.last.get(leaving, 0),
+                place,
+                leaving,
+            )
+            for place, other in enumerate(self.layers)
+            if place == index or len(other.slot_of) > other.floor
+            for leaving in other.slot_of
+            if leaving not in other.pinned
+        ]
+
+    def hand_over(self, index: int, expert: int, place: int, leaving: int, phase: str) -> int:
+        owner = self.layers[place]
+        slot = owner.slot_of.pop(leaving)
+        self.layers[index].slot_of[expert] = slot
+        owner.counts[phase]["early_wasted"] += leaving in owner.waiting
+        owner.waiting.discard(leaving)
+        return slot
+
+    def guess(self, index: int) -> list[int]:
+        return [sum(int(row[expert]) for row in self.rows(index)) for expert in range(self.layers[index].n_experts)]
+
+    def rows(self, index: int) -> list[np.ndarray]:
+        """Of a layer's weights, those that add up to its guess now."""
+        found, start = [], 0
+        for source in range(index - 1, max(-1, index - 3), -1):
+            found += [self.weights[index][start + expert] for expert in self.layers[source].single]
+            start += self.layers[source].n_experts
+        return [*found, self.weights[index][start]]
+
+    def fetch_early(self, index: int, ids: list[list[int]], phase: str) -> list[tuple[int, int]]:
+        """For the layer after ``index``."""
+        self.layers[index].single = ids[0] if len(ids) == 1 else []
+        if len(ids) != 1 or index + 1 == len(self.layers):
+            return []
+        layer, scores = self.layers[index + 1], self.guess(index + 1)
+        guessed = {expert for expert, score in enumerate(scores) if score >= self.early.threshold_units}
+        moves = []
+        for expert in sorted(guessed - layer.slot_of.keys(), key=lambda expert: (-scores[expert], expert)):
+            ranked = [
+                each
+                for each in self.leaving(index + 1, index)
+                if not each[0] and not (each[3] == index + 1 and each[4] in guessed)
+            ]
+            if not ranked or len(moves) == self.early.experts:
+                break
+            *_, place, leaving = min(ranked)
+            moves.append((expert, self.hand_over(index + 1, expert, place, leaving, phase)))
+            layer.waiting.add(expert)
+        layer.counts[phase]["early"] += len(moves)
+        return moves
+
+    def learn(self) -> None:
+        for index in range(1, len(self.layers)):
+            layer = self.layers[index]
+            if not layer.single or not self.layers[index - 1].single or not self.early.learning:
+                continue
+            share = 64
+            while share < 2 * (2 * layer.start.top_k + 1):
+                share *= 2
+            for expert, score in enumerate(self.guess(index)):
+                error = max(0, 2**14 - score) if expert in layer.single else min(0, -score)
+                for row in self.rows(index):
+                    row[expert] = max(-(2**15), min(2**15 - 1, int(row[expert]) + (error + share // 2) // share))
 
     def pass_by(self, index: int, ids: list[list[int]], phase: str) -> None:
         layer = self.layers[index]
@@ -111,6 +179,8 @@ class PoolModel:
         for token in ids:
             layer.clock += len(token)
             for rank, expert in enumerate(token):
+                layer.counts[phase]["early_used"] += expert in layer.waiting
+                layer.waiting.discard(expert)
                 layer.selections[phase][expert] += 1
                 age = (layer.clock - layer.last.get(expert, 0)) // layer.start.top_k
                 old = layer.score.get(expert, np.float32(0))
@@ -120,3 +190,4 @@ class PoolModel:
     def end_step(self) -> None:
         for layer in self.layers:
             layer.touched.clear()
+            layer.single = []

@@ -34,6 +34,12 @@ class FakeTier:
             cold={"prefill": [0, 0], "decode": cold},
             loads={"prefill": [0, 0], "decode": cold},
             bytes_moved={"prefill": 0, "decode": 0},
+            early={"prefill": [0, 0], "decode": [2, 2]},
+            early_used={"prefill": [0, 0], "decode": [1, 2]},
+            early_wasted={"prefill": [0, 0], "decode": [1, 0]},
+            early_bytes={"prefill": 0, "decode": 0},
+            early_used_bytes={"prefill": 0, "decode": 0},
+            early_wasted_bytes={"prefill": 0, "decode": 0},
             reuse=[none, none],
         )
 
@@ -78,6 +84,7 @@ def test_cold_hits_of_the_timed_tokens_alone() -> None:
     rate = decode_rate(engine, [1, 2, 3], [4, 5, 6, 7], untimed=2)
     assert rate.cold_hits_per_token == 3
     assert rate.cold_hit_rate == 3 / 8
+    assert (rate.early_per_token, rate.early_used_share) == (4 / 2, 3 / 4)
 
 
 def test_decode_needs_a_timed_token() -> None:

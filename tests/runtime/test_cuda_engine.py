@@ -21,7 +21,7 @@ from spark_runtime.native.cache import PACKAGE
 
 HERE = Path(__file__).resolve().parent
 BENCHMARKS = HERE.parents[1] / "infra/benchmarks"
-ENSURE, MARK, GATHER, TALLY = 1, 2, 3, 4
+ENSURE, MARK, GATHER, TALLY, FETCH_EARLY, LEARN = 1, 2, 3, 4, 5, 6
 SIZE = ModelSize(embedding=128, width=128, vocabulary=64)
 
 
@@ -38,7 +38,7 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def runs(fake: Path, model: Path, where: str, **environment: str) -> list[dict[str, Any]]:
-    """All resident, then 100, 60, 31% and the fewest slots."""
+    """All resident, then 100, 60, 31% and the fewest slots, then 60 and 31% with some and all guesses fetched early."""
     command = [sys.executable, str(HERE / "fake_cuda/run.py"), str(fake), str(model), str(BENCHMARKS), where]
     answer = subprocess.run(
         command, capture_output=True, text=True, timeout=300, check=False, env=os.environ | environment
@@ -56,12 +56,14 @@ def test_bits_and_counts_are_those_of_the_host(architecture: str, fake: Path, tm
     assert {run["logits"] for run in [*on_card, *on_host]} == {on_host[0]["logits"]}
     for card, host in zip(on_card[1:], on_host[1:], strict=True):
         assert (card["engine"], host["engine"]) == ("cuda", "host")
-        for what in ("counts", "tokens", "cold", "loads", "reuse", "resident"):
+        for what in ("counts", "tokens", "cold", "loads", "early", "guesses", "reuse", "resident"):
             assert card[what] == host[what], what
-    whole, _, few, floor = (run["launches"] for run in on_card[1:])
+    whole, _, few, floor, *early = (run["launches"] for run in on_card[1:])
     assert whole[ENSURE] == whole[GATHER] == 0 < whole[MARK]
     assert min(few[ENSURE], few[GATHER], few[MARK], few[TALLY]) > 0
     assert floor[GATHER] >= few[GATHER]
+    assert few[FETCH_EARLY] == few[LEARN] == 0 < min(min(run[FETCH_EARLY], run[LEARN]) for run in early)
+    assert any(sum(run["early"][0]["decode"]) > 0 for run in on_card[-4:])
 
 
 def test_memory_that_cannot_be_locked_leaves_the_host_to_fetch(fake: Path, tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import typer
 from spark_agent.context import AgentContext
 from spark_agent.errors import SparkError, UsageError
 from spark_agent.interrupts import interrupts_at_checks
+from spark_agent.measured import PREFETCHED, RING
+from spark_agent.prefetching import Paying, Prefetch, what_pays
 from spark_agent.sizes import format_size
 from spark_agent.tiering import MOST_THREADS
 
@@ -33,6 +35,8 @@ _COLUMNS = (
     "prefill tok/s",
     "cold/token",
     "cold rate",
+    "early/token",
+    "used",
     "memory",
     "planned",
     "off by",
@@ -67,6 +71,9 @@ def bench_command(
     threads: Annotated[
         int, typer.Option(min=0, max=MOST_THREADS, help="CPU threads; 0: all this process may use.")
     ] = 0,
+    prefetch: Annotated[
+        Prefetch, typer.Option(help="Measure fetching early as well: on, off, or auto, which is on with a GPU.")
+    ] = Prefetch.AUTO,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure speed, cold hits, memory and bits of every way to run a model, in one run on this machine."""
@@ -83,13 +90,16 @@ def bench_command(
     profile, told = _profile(context.output, manifest, shape)
     workload = Workload.within(shape, prompt, tokens, prefill, calibration)
     benchmark = Benchmark(file, shape, workload, residencies, rings, threads, ubatch, devices, profile)
+    paying = what_pays()
+    benchmark.prefetch = prefetch is Prefetch.ON or (prefetch is Prefetch.AUTO and paying.pays)
     with (
         interrupts_at_checks() as check,
         context.output.progress("measuring", benchmark.steps) as advance,
     ):
         benchmark.check = check
         rows = benchmark.run(advance)
-    _report(context.output, benchmark, rows, _link(context.output, benchmark), told)
+    line = _prefetch_line(rows, prefetch, paying)
+    _report(context.output, benchmark, rows, _link(context.output, benchmark), told, line)
 
 
 def _profile(
@@ -132,8 +142,27 @@ def _link(output: Output, benchmark: Benchmark) -> Link | None:
         return None
 
 
+def _prefetch_line(rows: list[Row], asked: Prefetch, paying: Paying) -> str:
+    """Whether fetching early pays, as measured, or why it was not."""
+    found = []
+    for row in rows:
+        beside = [each for each in rows if (each.config, each.ring, each.residency) == (RING, 1.0, row.residency)]
+        if row.config == PREFETCHED and row.decode_tok_s and beside and beside[0].decode_tok_s:
+            found.append(f"{row.decode_tok_s / beside[0].decode_tok_s - 1:+.1%} at {row.residency:.0%}")
+    if found:
+        return f"prefetch: tokens a second {', '.join(found)} against a ring of all slots"
+    if any(row.config == PREFETCHED for row in rows):
+        return "prefetch: there is no row of a ring of all slots to compare it with (--ring 1)"
+    return f"prefetch: not measured, {'--prefetch off' if asked is Prefetch.OFF else paying.reason}"
+
+
 def _report(
-    output: Output, benchmark: Benchmark, rows: list[Row], link: Link | None, profile: dict[str, Any] | None
+    output: Output,
+    benchmark: Benchmark,
+    rows: list[Row],
+    link: Link | None,
+    profile: dict[str, Any] | None,
+    prefetch: str,
 ) -> None:
     from spark_agent.benchmark import identical_output
 
@@ -162,6 +191,7 @@ def _report(
         "profile": profile,
         "machine": {"n_layers": len(shape.layers), "link": None if link is None else link.as_json()},
         "identical_output": identical,
+        "prefetch": prefetch,
         "note": note,
         "rows": [row.as_json() for row in rows],
     }
@@ -172,6 +202,7 @@ def _report(
     output.result(value, show)
     if not output.json_mode:
         _say(output, rows, note, identical=identical)
+        output.info(prefetch)
     if not any(row.tiered and row.decode_tok_s is not None for row in rows):
         raise typer.Exit(1)
     _keep(output, benchmark, value)
@@ -200,7 +231,7 @@ def _say(output: Output, rows: list[Row], note: str | None, *, identical: bool |
 
 
 def _name(row: Row) -> str:
-    return row.config if row.ring is None else f"{row.config} {row.ring:.0%}"
+    return row.config if row.ring is None or row.config == PREFETCHED else f"{row.config} {row.ring:.0%}"
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -213,6 +244,8 @@ def _cells(row: Row) -> tuple[str, ...]:
         _cell(row.prefill_tok_s, ".0f"),
         _cell(row.cold_hits_per_token, ".2f"),
         _cell(row.cold_hit_rate, ".2%"),
+        _cell(row.early_per_token, ".2f"),
+        _cell(row.early_used_share, ".0%"),
         "-" if row.vram_bytes is None else format_size(row.vram_bytes),
         "-" if row.planned_bytes is None else format_size(row.planned_bytes),
         "-" if row.difference_percent is None else f"{row.difference_percent:+.1f}%",

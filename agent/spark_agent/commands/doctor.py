@@ -45,6 +45,7 @@ def doctor_command(
         _run("native", "warn", _native),
         _run("tiers", "warn", tier_checks.proxies),
         _run("tier-engine", "warn", tier_checks.tier_engine),
+        _run("prefetch", "warn", lambda: tier_checks.prefetch(context.model_path(model))),
         _run("nvrtc", "warn", tier_checks.nvrtc),
         _run("cuda-driver", "warn", tier_checks.cuda_driver),
         _run("video-memory", "warn", machine_checks.video_memory),

@@ -13,8 +13,10 @@ from spark_agent.chosen_placement import ChosenPlacement, choose_placement
 from spark_agent.consent import ask_once
 from spark_agent.context import AgentContext, warn_about_counting
 from spark_agent.errors import RefusedError, SparkError, UsageError
+from spark_agent.guesses import go_on_with_guesses, keep_guesses
 from spark_agent.imported_start import describe_imported
 from spark_agent.output import counted
+from spark_agent.prefetching import PREFETCH_HELP, Prefetch
 from spark_agent.run_plan import RunPlan, make_run_plan
 from spark_agent.sizes import format_size
 from spark_agent.tiering import (
@@ -92,6 +94,10 @@ def run_command(
     residency: Annotated[
         float | None, typer.Option(help="Share of the experts to keep in slots, e.g. 0.6, whatever fits.")
     ] = None,
+    coverage: Annotated[
+        float | None,
+        typer.Option(help="Keep as few experts in slots as cover this share of the profile's selections, e.g. 0.95."),
+    ] = None,
     ubatch: Annotated[
         int, typer.Option(min=0, help="Tokens of a prompt computed at once; 0: as many as fit, at most 2048.")
     ] = 0,
@@ -107,6 +113,7 @@ def run_command(
             "watch, only told; off."
         ),
     ] = None,
+    prefetch: Annotated[Prefetch, typer.Option(help=PREFETCH_HELP)] = Prefetch.AUTO,
     no_profile: Annotated[
         bool, typer.Option("--no-profile", help="Start cold: by no pulled profile and none of this machine's own.")
     ] = False,
@@ -141,12 +148,12 @@ def run_command(
             f"the manifest was planned for a context of {placement.n_ctx} tokens; {ctx} need "
             f"{format_size(shape.context_bytes(ctx) - shape.context_bytes(placement.n_ctx))} more than it counted"
         )
-    tiers = TierOptions(vram, residency, ubatch, devices, pinned_share, no_tier, parallel)
+    tiers = TierOptions(vram, residency, ubatch, devices, pinned_share, no_tier, coverage, parallel)
     tiers.check(placement or chosen.imported)
     if no_tier and chosen.is_named:
         context.output.warning("--no-tier keeps every expert resident: the manifest is checked and not used")
     if dry_run:
-        planned = make_run_plan(file, shape, tiers, chosen, ctx, always=True)
+        planned = make_run_plan(file, shape, tiers, chosen, ctx, prefetch=prefetch, always=True)
         _show_plan(context, path, shape, planned, chosen)
         return
     serving = _Serving(
@@ -160,7 +167,7 @@ def run_command(
     context = ask_once(context)
     _serve(
         context,
-        _Load(path, file, shape, tiers, chosen, ctx, threads),
+        _Load(path, file, shape, tiers, chosen, ctx, threads, prefetch),
         serving,
         workload or (chosen.imported.workload if chosen.imported is not None else _workload_of(placement)),
     )
@@ -183,6 +190,7 @@ class _Load:
     ctx: int
     """Context asked for, tokens; 0: nobody says."""
     threads: int
+    prefetch: Prefetch
 
     @property
     def placement(self) -> PlacementManifest | None:
@@ -226,7 +234,7 @@ def _serve(context: AgentContext, load: _Load, serving: _Serving, workload: str)
     token = None if api_key is None else api_key.value
     with bind(serving.host, serving.port, token=token) as listener, context.spool() as spool:
         key = context.session_key()
-        planned = make_run_plan(load.file, load.shape, load.tiers, load.chosen, load.ctx)
+        planned = make_run_plan(load.file, load.shape, load.tiers, load.chosen, load.ctx, prefetch=load.prefetch)
         plan = planned.plan
         if load.chosen.imported is not None:
             load.chosen.imported.warn(context.output, used=plan is not None and plan.start is not None)
@@ -234,12 +242,18 @@ def _serve(context: AgentContext, load: _Load, serving: _Serving, workload: str)
         if plan is not None:
             _warn_about_budget(context, load, plan)
         options = planned_options(
-            plan, replace(load.tiers, parallel=planned.n_seq_max), planned.n_ctx, load.threads or serving_threads()
+            plan,
+            replace(load.tiers, parallel=planned.n_seq_max),
+            planned.n_ctx,
+            load.threads or serving_threads(),
+            early=planned.early,
         )
         manifest = load.chosen.in_force(plan)
         with Engine.load(load.path, options) as engine:
             warn_about_counting(context, engine)
             warn_about_tiers(context, engine)
+            if engine.tier is not None:
+                go_on_with_guesses(engine.tier, engine.shape.fingerprint, context.output)
             serve(
                 context,
                 engine,
@@ -259,6 +273,8 @@ def _serve(context: AgentContext, load: _Load, serving: _Serving, workload: str)
                 replacement=serving.replacement,
                 pinned_share=load.tiers.pinned_share,
             )
+            if engine.tier is not None:
+                keep_guesses(engine.tier, engine.shape.fingerprint, context.output)
 
 
 def _warn_about_budget(context: AgentContext, load: _Load, plan: TierPlan) -> None:

@@ -82,6 +82,9 @@ def _tiers(state: AgentState) -> Iterator[Metric]:
         ("cold_hits", "Selections whose expert was not in video memory", totals and totals.cold_hits),
         ("expert_loads", "Experts copied from host memory", totals and totals.loads),
         ("moved_bytes", "Bytes copied from host memory", totals and totals.bytes_moved),
+        ("prefetched_bytes", "Bytes fetched early, by a guess", totals and totals.early_bytes),
+        ("prefetched_used_bytes", "Of those, of experts selected while in slots", totals and totals.early_used_bytes),
+        ("prefetched_wasted_bytes", "Of those, of experts gone unused", totals and totals.early_wasted_bytes),
     ):
         yield _counter(name, text, [((phase,), count) for phase, count in (counted or {}).items()], "phase")
     rate = None if totals is None else totals.cold_hit_rate("decode")

@@ -88,6 +88,12 @@ def _tier_stats(totals: TierTotals | None, resident_share: float) -> dict[str, A
                 "cold_hit_rate": totals.cold_hit_rate(phase),
                 "loads": totals.loads[phase],
                 "bytes_moved": totals.bytes_moved[phase],
+                # In slots, and in host memory, from which the GPU reads; there is no disk tier.
+                "l1_hits": totals.selections[phase] - totals.cold_hits[phase],
+                "l2_hits": totals.cold_hits[phase],
+                "prefetched_bytes": totals.early_bytes[phase],
+                "prefetched_used_bytes": totals.early_used_bytes[phase],
+                "prefetched_wasted_bytes": totals.early_wasted_bytes[phase],
             }
             for phase in totals.tokens
         },

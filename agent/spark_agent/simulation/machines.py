@@ -12,7 +12,10 @@ from typing import Any
 from spark_agent.errors import SparkError, UsageError
 from spark_runtime.simulator.cost import Machine, MeasuredRun
 
-__all__ = ["MachineFigures", "fitted_machine", "machine_of"]
+__all__ = ["PREFETCHED", "RING", "MachineFigures", "fitted_machine", "machine_of"]
+
+RING, PREFETCHED = "calibrated+ring", "calibrated+prefetch"
+"""Configurations of a benchmark's rows that differ in nothing but fetching early."""
 
 _MOST_BYTES = 16 * 2**20
 
@@ -147,7 +150,7 @@ def fitted_machine(value: Mapping[str, Any], token_s: float = 0.0) -> Machine:
             float(row["decode_tok_s"]), float(row["cold_hits_per_token"]), _number(row, "pageable_share") or 0.0
         )
         for row in rows
-        if row.get("cold_hits_per_token")
+        if row.get("cold_hits_per_token") and row["config"] != PREFETCHED
     ]
     if not token_s and not resident:
         raise ValueError("no row was measured with every expert resident")

@@ -157,7 +157,44 @@ SPARK_EXPORT int spark_tier_read(tier * self) {
     });
 }
 
-// Counts of one block and phase: selections[n_experts], distances[n_experts + 1], then tokens, cold hits, loads.
+// How experts are fetched early from the next step on; `most` 0: not at all, and what was learned is forgotten.
+SPARK_EXPORT int spark_tier_set_early(tier * self, uint32_t most, int32_t threshold, bool learning) {
+    return guarded([&] {
+        const std::lock_guard<std::mutex> lock(self->mutex);
+        self->set_early({most, threshold, learning});
+    });
+}
+
+// Brings the weights of guesses up to date, or lets the device go on with those that the next function has put in.
+SPARK_EXPORT int spark_tier_sync_guesses(tier * self, bool write) {
+    return guarded([&] {
+        const std::lock_guard<std::mutex> lock(self->mutex);
+        if (self->runs) {
+            self->runs->sync_guesses(write);
+        }
+    });
+}
+
+// A block's weights, as they are after spark_tier_sync_guesses: about[0] rows of about[1] numbers, of the blocks about[2]
+// and about[3] (-1: none) and of none. They go out and come in unless null. Without guesses there are no rows.
+SPARK_EXPORT int spark_tier_guesses(tier * self, int32_t block, int32_t * about, int16_t * out, const int16_t * in) {
+    return guarded([&] {
+        const std::lock_guard<std::mutex> lock(self->mutex);
+        const auto found = self->layers.find(block);
+        if (found == self->layers.end() || found->second->of == nullptr) {
+            throw tier_error{"block " + std::to_string(block) + " is not placed"};
+        }
+        const tier_layer & layer = *found->second;
+        about[0] = int32_t(layer.of->pool.exchange_weights(layer.index, out, in));
+        about[1] = int32_t(layer.n_experts);
+        for (uint32_t back = 1; back <= PREDICTED_FROM; back++) {
+            about[1 + back] = back <= layer.index ? layer.of->layers[layer.index - back]->block : -1;
+        }
+    });
+}
+
+// Counts of one block and phase: selections[n_experts], distances[n_experts + 1], then tokens, cold hits, loads, those
+// fetched early, and of these the used and the wasted ones.
 SPARK_EXPORT int spark_tier_counts(tier * self, int32_t block, int phase, uint64_t * out) {
     return guarded([&] {
         const std::lock_guard<std::mutex> lock(self->mutex);
@@ -170,9 +207,9 @@ SPARK_EXPORT int spark_tier_counts(tier * self, int32_t block, int phase, uint64
         const layer_state & state = layer.of->pool.layers[layer.index];
         out = std::copy_n(bank.selections.begin() + state.first, state.n_experts, out);
         out = std::copy_n(bank.distances.begin() + state.first_distance, state.n_experts + 1, out);
-        *out++ = bank.tokens[layer.index];
-        *out++ = bank.cold[layer.index];
-        *out++ = bank.loads[layer.index];
+        for (const auto * part : {&bank.tokens, &bank.cold, &bank.loads, &bank.early, &bank.used, &bank.wasted}) {
+            *out++ = (*part)[layer.index];
+        }
     });
 }
 

@@ -2,9 +2,11 @@
 // host only launches, and once a decode graph has come twice, it launches all of it at once as one CUDA graph.
 //
 // Streams: the wrapped backend's own; `decide` for what goes on between its parts; `copies` and `gathers` to bring the
-// next layer's experts together while this one computes. Events tie them; ggml's event functions reach the first.
+// next layer's experts together while this one computes; `early` for the experts that the next layer is guessed to
+// select. Events tie them; ggml's event functions reach the first.
 
 #include "cuda_device.h"
+#include "cuda_early.h"
 #include "cuda_graphs.h"
 #include "cuda_scratch.h"
 #include "cuda_tables.h"
@@ -24,9 +26,10 @@ constexpr uint32_t GATHER_ROWS = 4;     // blocks an expert
 // What flows beside the wrapped backend's own stream, and where it is awaited.
 struct flows {
     flows(const cuda & gpu, ggml_backend_dev_t dev)
-        : decide(gpu), copies(gpu), gathers(gpu), inner_done(gpu, dev), decided(gpu, dev), used{{gpu, dev}, {gpu, dev}},
+        : decide(gpu), copies(gpu), gathers(gpu), early(gpu, dev), inner_done(gpu, dev), decided(gpu, dev), used{{gpu, dev}, {gpu, dev}},
           copied{{gpu, dev}, {gpu, dev}}, gathered{{gpu, dev}, {gpu, dev}} {}
     stream decide, copies, gathers;
+    cuda_early early;
     event inner_done, decided;
     event used[2], copied[2], gathered[2];  // of the two scratch layers
 };
@@ -117,6 +120,14 @@ class cuda_engine : public engine {
         }
     }
 
+    void sync_guesses(bool write) override {
+        const cuda::scope scope(gpu);
+        flow->decide.synchronize();
+        for (size_t c = 0; c < classes.size(); c++) {
+            write ? classes[c].upload_guesses() : classes[c].download_guesses(owner.classes[c]->pool);
+        }
+    }
+
     void reset_counts() override {
         const cuda::scope scope(gpu);
         for (size_t c = 0; c < classes.size(); c++) {
@@ -169,7 +180,7 @@ class cuda_engine : public engine {
     tier & owner;
     cuda gpu;
     CUmodule module = nullptr;
-    CUfunction ensure = nullptr, mark = nullptr, gather = nullptr, tally = nullptr;
+    CUfunction ensure = nullptr, mark = nullptr, gather = nullptr, tally = nullptr, fetch = nullptr, learn = nullptr;
     std::unique_ptr<flows> flow;
     std::unique_ptr<host_lock> locked;
     volatile int32_t * fault = nullptr;
@@ -185,7 +196,8 @@ class cuda_engine : public engine {
         locked = std::make_unique<host_lock>(gpu, owner.host, owner.host_bytes);  // first, because it may well fail
         host = locked->as_seen;
         gpu.check(gpu.cu.cuModuleLoadData(&module, kernels.data()), "cuModuleLoadData");
-        for (const auto & [function, name] : {std::pair{&ensure, "spark_ensure"}, {&mark, "spark_mark"}, {&gather, "spark_gather"}, {&tally, "spark_tally"}}) {
+        for (const auto & [function, name] : {std::pair{&ensure, "spark_ensure"}, {&mark, "spark_mark"}, {&gather, "spark_gather"}, {&tally, "spark_tally"},
+                                             {&fetch, "spark_fetch_early"}, {&learn, "spark_learn"}}) {
             gpu.check(gpu.cu.cuModuleGetFunction(function, module, name), name);
         }
         void * memory;
@@ -195,7 +207,7 @@ class cuda_engine : public engine {
             fault[i] = 0;
         }
         flow = std::make_unique<flows>(gpu, owner.inner);
-        graphs = std::make_unique<cuda_graphs>(gpu, std::vector<CUfunction>{ensure, mark});
+        graphs = std::make_unique<cuda_graphs>(gpu, std::vector<CUfunction>{ensure, mark, fetch});
         owner.pinned = true;
     }
 
@@ -213,14 +225,15 @@ class cuda_engine : public engine {
         }
     }
 
-    cuda_tables & state_of(const tier_layer & layer) {
+    size_t class_of(const tier_layer & layer) const {
         for (size_t c = 0; c < classes.size(); c++) {
             if (owner.classes[c].get() == layer.of) {
-                return classes[c];
+                return c;
             }
         }
         throw tier_error{"block " + std::to_string(layer.block) + " is not placed"};
     }
+    cuda_tables & state_of(const tier_layer & layer) { return classes[class_of(layer)]; }
 
     // ---- one step
 
@@ -246,12 +259,16 @@ class cuda_engine : public engine {
             // Layers may still be on their way to a scratch layer that the next step fills.
             gpu.cu.cuStreamSynchronize(flow->copies);
             gpu.cu.cuStreamSynchronize(flow->gathers);
+            flow->early.synchronize();
         }
         for (cuda_tables & state : classes) {
             if (!succeeded) {
                 gpu.cu.cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(state.tables.heads), 0, state.tables.n_layers * sizeof(device_head), flow->decide);
             }
             void * arguments[] = {&state.tables};
+            if (state.tables.weights != nullptr && owner.early.learning && succeeded) {
+                launch(learn, state.tables.n_layers, 1, 0, flow->decide, arguments);
+            }
             launch(tally, state.tables.n_layers, 1, state.tally_bytes, flow->decide, arguments);
         }
     }
@@ -318,6 +335,7 @@ class cuda_engine : public engine {
         patches patches;
         size_t n_ahead = 0;
         int done = 0;
+        flow->early.begin(classes.size());
         for (const expert_call & call : calls) {
             ggml_status status = run_part(inner, graph, done, call.first);
             if (status != GGML_STATUS_SUCCESS) {
@@ -327,8 +345,10 @@ class cuda_engine : public engine {
             const bool here = n_ahead < ahead.size() && ahead[n_ahead] == &call;
             const size_t scratch = n_ahead % 2;
             after_inner(inner, flow->decide, flow->inner_done);
+            flow->early.await(class_of(*call.layer), flow->decide);
             decide_call(patches, graph, call, here ? int(scratch) : -1);
             after_stream(inner, flow->decide, flow->decided);
+            flow->early.fetch(fetch, class_of(*call.layer), state_of(*call.layer), call, host, owner.host, flow->decide);
             if (!here) {
                 continue;
             }
@@ -348,6 +368,7 @@ class cuda_engine : public engine {
             flow->gathers.wait(flow->used[scratch].raw());
             bring(ahead, n_ahead + 1);
         }
+        flow->early.await_all(flow->decide);  // of layers that this graph does not compute
         return run_part(inner, graph, done, graph->n_nodes);
     }
 

@@ -23,11 +23,12 @@ cuda_tables::cuda_tables(const cuda & gpu, const tier_class & of, CUdeviceptr fa
         at += (bytes + 15) / 16 * 16;
         return start;
     };
-    const size_t n_counts = n_entries + bank.distances.size() + 3 * n_layers;
+    const size_t n_counts = n_entries + bank.distances.size() + 6 * n_layers;
     const size_t control = part(sizeof(device_control));
     const size_t slot_of = part(n_entries * sizeof(int32_t));
     const size_t meta = part(n_entries * sizeof(expert_meta));
     const size_t recency = part(n_entries * sizeof(uint32_t));
+    const size_t waiting = part(n_entries * sizeof(uint32_t));
     const size_t layer_of = part(n_entries * sizeof(uint16_t));
     const size_t layers = part(n_layers * sizeof(layer_state));
     const size_t heads = part(n_layers * sizeof(device_head));
@@ -40,6 +41,7 @@ cuda_tables::cuda_tables(const cuda & gpu, const tier_class & of, CUdeviceptr fa
     t.slot_of = memory.at<int32_t>(slot_of);
     t.meta = memory.at<expert_meta>(meta);
     t.recency = memory.at<uint32_t>(recency);
+    t.waiting = memory.at<uint32_t>(waiting);
     t.layer_of = memory.at<uint16_t>(layer_of);
     t.layers = memory.at<layer_state>(layers);
     t.heads = memory.at<device_head>(heads);
@@ -54,6 +56,9 @@ cuda_tables::cuda_tables(const cuda & gpu, const tier_class & of, CUdeviceptr fa
     t.tokens = t.distances + uint32_t(bank.distances.size());
     t.cold = t.tokens + uint32_t(n_layers);
     t.loads = t.cold + uint32_t(n_layers);
+    t.early = t.loads + uint32_t(n_layers);
+    t.used = t.early + uint32_t(n_layers);
+    t.wasted = t.used + uint32_t(n_layers);
     std::vector<uint16_t> owners;
     masks.allocate(gpu, n_entries * sizeof(uint32_t));
     for (size_t l = 0; l < n_layers; l++) {
@@ -80,6 +85,17 @@ void cuda_tables::make_room(size_t n_ids) {
 void cuda_tables::upload(int phase) {
     const slot_pool & pool = of.pool;
     const device_class & t = tables;
+    if (pool.guesses.weights.size() * sizeof(int16_t) != weights.size) {
+        weights.release();
+        if (!pool.guesses.weights.empty()) {
+            weights.allocate(gpu, pool.guesses.weights.size() * sizeof(int16_t));
+        }
+    }
+    tables.weights = weights.size > 0 ? weights.at<int16_t>() : nullptr;
+    tables.most = pool.early.most;
+    tables.threshold = pool.early.threshold;
+    upload_guesses();
+    send(t.waiting, pool.waiting);
     send(t.slot_of, pool.slot_of);
     send(static_cast<const expert_meta *>(t.meta), pool.meta);
     send(static_cast<const uint32_t *>(t.recency), pool.recency);
@@ -88,8 +104,8 @@ void cuda_tables::upload(int phase) {
     decay.insert(decay.end(), pool.decay_high, pool.decay_high + SPARK_DECAY_STEP);
     send(t.decay, decay);
     std::vector<uint64_t> counts;
-    for (const phase_counts & bank : pool.counts) {
-        for (const auto * part : {&bank.selections, &bank.distances, &bank.tokens, &bank.cold, &bank.loads}) {
+    for (phase_counts bank : pool.counts) {
+        for (const auto * part : bank.parts()) {
             counts.insert(counts.end(), part->begin(), part->end());
         }
     }
@@ -108,8 +124,9 @@ void cuda_tables::download(slot_pool & pool) {
     std::vector<uint64_t> counts(PHASES * size_t(t.n_counts));
     fetch(counts, t.counts);
     auto from = counts.begin();
+    fetch(pool.waiting, t.waiting);
     for (phase_counts & bank : pool.counts) {
-        for (auto * part : {&bank.selections, &bank.distances, &bank.tokens, &bank.cold, &bank.loads}) {
+        for (auto * part : bank.parts()) {
             std::copy_n(from, part->size(), part->begin());
             from += std::ptrdiff_t(part->size());
         }
@@ -142,6 +159,18 @@ void cuda_tables::load_slots(CUstream stream) {
             }
             expert += run;
         }
+    }
+}
+
+void cuda_tables::upload_guesses() {
+    if (tables.weights != nullptr) {
+        send(static_cast<const int16_t *>(tables.weights), of.pool.guesses.weights);
+    }
+}
+
+void cuda_tables::download_guesses(slot_pool & pool) {
+    if (tables.weights != nullptr) {
+        fetch(pool.guesses.weights, tables.weights);
     }
 }
 

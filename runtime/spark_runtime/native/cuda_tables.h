@@ -21,11 +21,13 @@ class cuda_tables {
     void upload(int phase);
     void download(slot_pool & pool);
     void upload_recency();
+    void upload_guesses();
+    void download_guesses(slot_pool & pool);
     // Room for the valid ids of one step in every layer; nothing may be computing. Captured graphs know where they were.
     void make_room(size_t n_ids);
     // What the kernels are told of a layer.
     device_call arguments(const tier_layer & layer, int scratch, const char * host_as_seen, const char * host) const;
-    uint64_t bytes() const { return memory.size + seen.size + masks.size; }
+    uint64_t bytes() const { return memory.size + seen.size + masks.size + weights.size; }
 
     const tier_class & of;
     device_class tables = {};
@@ -37,6 +39,7 @@ class cuda_tables {
     const cuda & gpu;
     device_array memory;
     device_array seen;           // valid ids of one step, `room` for each layer
+    device_array weights;        // of the predictor
     device_array masks;          // what a call around the slots touches, a word for each entry
     std::vector<int32_t> loaded;  // slot_of as of the last upload or download: which slots hold what
     template <typename type> void send(const type * to, const std::vector<type> & from);

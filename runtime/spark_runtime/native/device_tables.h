@@ -5,6 +5,7 @@
 
 #ifdef __CUDACC_RTC__
 typedef unsigned char uint8_t;
+typedef short int16_t;
 typedef unsigned short uint16_t;
 typedef int int32_t;
 typedef unsigned int uint32_t;
@@ -17,7 +18,7 @@ struct alignas(16) expert_meta {
     uint32_t touched;
 };
 struct layer_state {
-    uint32_t first, n_experts, top_k, floor, n_resident, clock, n_pinned, first_distance, recency_clock, unused;
+    uint32_t first, n_experts, top_k, floor, n_resident, clock, n_pinned, first_distance, recency_clock, first_weight;
 };
 }  // namespace spark
 #else
@@ -32,11 +33,17 @@ struct layer_state {
 #define SPARK_DECAY_STEP 256
 #define SPARK_SCORE_EXPONENT (1u << 23)
 #define SPARK_DECODE 1          // the phase whose reuse distances are counted
+#define SPARK_PREDICTED_ONE (1 << 14)
+#define SPARK_PREDICTED_FROM 2
+#define SPARK_LEARNING_SHIFT 6
+#define SPARK_MAX_EARLY 16      // experts fetched early for one layer
 
 namespace spark {
 
 #ifndef __CUDACC_RTC__
 static_assert(SPARK_DECAY_STEP == DECAY_STEP && SPARK_SCORE_EXPONENT == SCORE_EXPONENT && SPARK_DECODE == DECODE);
+static_assert(SPARK_PREDICTED_ONE == PREDICTED_ONE && SPARK_PREDICTED_FROM == PREDICTED_FROM && SPARK_LEARNING_SHIFT == LEARNING_SHIFT &&
+              SPARK_MAX_EARLY == MAX_EARLY);
 #endif
 
 enum device_fault : int32_t { FAULT_NONE = 0, FAULT_ID = 1 };
@@ -71,6 +78,8 @@ struct device_class {
     const float * decay;       // low and high part
     uint64_t * counts;         // [PHASES][n_counts], parts as in phase_counts; selections first
     device_control * control;
+    uint32_t * waiting;        // [n_entries]
+    int16_t * weights;         // of the predictor, from layer_state::first_weight on; null: nothing is fetched early
     int32_t * fault;           // in host memory: what, block, id, experts
     uint32_t n_layers;
     uint32_t n_entries;
@@ -79,7 +88,11 @@ struct device_class {
     uint32_t tokens;
     uint32_t cold;
     uint32_t loads;
-    uint32_t unused;
+    uint32_t early;
+    uint32_t used;
+    uint32_t wasted;
+    uint32_t most;             // experts fetched early for one layer
+    int32_t threshold;
 };
 
 struct device_kind {

@@ -1,7 +1,9 @@
 // Runs a tiered graph on any backend through ggml's public functions: the host reads each layer's selection, fetches
 // what is missing and goes on. It waits for the device at every layer, so it is for the CPU, for tests, and for GPUs
-// that cannot read host memory themselves.
+// that cannot read host memory themselves. What is fetched early is copied by a thread of its own while the layer before
+// computes, and is there before the next call asks for anything.
 
+#include "copy_thread.h"
 #include "tier.h"
 
 #include <cstring>
@@ -19,6 +21,11 @@ class host_engine : public engine {
     }
 
     void placed() override {
+        if (owner.early.most == 0) {
+            early.reset();
+        } else if (!early) {
+            early = std::make_unique<copy_thread>();
+        }
         holds.resize(owner.classes.size());
         for (size_t c = 0; c < owner.classes.size(); c++) {
             const slot_pool & pool = owner.classes[c]->pool;
@@ -42,7 +49,7 @@ class host_engine : public engine {
             std::vector<int32_t> ids;
             uint32_t n_used, n_tokens;
         };
-        const step_end end{owner};
+        const step_end end{owner, early.get()};
         std::vector<observed> step;
         patches patches;
         int done = 0;
@@ -53,6 +60,9 @@ class host_engine : public engine {
             }
             done = call.first;
             ggml_backend_synchronize(inner);
+            if (early) {
+                early->wait();
+            }
             step.push_back({call.layer, read_ids(call), call.n_used(), call.n_tokens()});
             make_ready(patches, graph, call, step.back().ids);
         }
@@ -63,6 +73,9 @@ class host_engine : public engine {
         ggml_backend_synchronize(inner);  // before the nodes get their sources back
         for (const observed & seen : step) {
             seen.layer->of->pool.observe(seen.layer->index, seen.ids.data(), seen.n_used, seen.n_tokens, phase);
+        }
+        for (const auto & c : owner.classes) {
+            c->pool.learn();
         }
         return GGML_STATUS_SUCCESS;
     }
@@ -80,7 +93,11 @@ class host_engine : public engine {
     // Ends a step that failed, too: what it selected would otherwise never leave again.
     struct step_end {
         tier & owner;
+        copy_thread * early;
         ~step_end() {
+            if (early != nullptr) {
+                early->wait();
+            }
             for (const auto & c : owner.classes) {
                 c->pool.end_step();
             }
@@ -91,6 +108,7 @@ class host_engine : public engine {
     bool on_cpu;
     int phase = 0;
     std::vector<move> moves;
+    std::unique_ptr<copy_thread> early;  // while experts are fetched early
     const tier_layer * filled_by = nullptr;  // whose experts are in the scratch layer
     std::vector<std::vector<int64_t>> holds;  // which entry each slot of each class holds
 
@@ -130,11 +148,14 @@ class host_engine : public engine {
             shape_ids(*layer.slot_ids, call);
             ggml_backend_tensor_set(layer.slot_ids, slots.data(), 0, n * sizeof(int32_t));
             redirect(patches, graph, call, where::slots, layer.slot_ids);
+            pool.follow(layer.index, ids.data(), call.n_used(), call.n_tokens());
+            fetch_early(layer);
             return;
         }
         if (!pool.pass(layer.index, ids.data(), n, phase)) {
             throw bad_ids(layer, ids);
         }
+        pool.follow(layer.index, ids.data(), call.n_used(), call.n_tokens());
         if (on_cpu) {
             return;  // the CPU multiplies by what is in host memory as it is
         }
@@ -159,6 +180,19 @@ class host_engine : public engine {
             }
         }
         redirect(patches, graph, call, where::scratch0, call.ids);
+    }
+
+    void fetch_early(const tier_layer & layer) {
+        if (!early || layer.of->whole) {
+            return;
+        }
+        slot_pool & pool = layer.of->pool;
+        pool.fetch_early(layer.index, phase, moves);
+        for (const move & move : moves) {
+            tier_layer & next = *layer.of->layers[layer.index + 1];
+            holds_of(next)[move.slot] = pool.layers[next.index].first + move.expert;
+            early->submit([&next, move] { load(next, move.expert, move.slot); });
+        }
     }
 
     std::vector<int64_t> & holds_of(const tier_layer & layer) {

@@ -117,6 +117,103 @@ __device__ candidate lowest(candidate mine, candidate * of_warps) {
     return best;
 }
 
+// The lowest candidate to leave for an expert of the call's layer, but for what `stays` names and what `moves` took before.
+template <typename predicate>
+__device__ __forceinline__ candidate leaving(const device_class & c, const device_call & call, const layer_state * layers, const float * decay,
+                                             const device_move * moves, uint32_t n_moves, uint32_t current, candidate * of_warps, predicate stays) {
+    const uint32_t step = c.control->step;
+    candidate best{~uint64_t(0), ~uint32_t(0), 0};
+    for (uint32_t start = threadIdx.x; start < c.n_entries; start += SCANNED * THREADS) {
+        // All loads of several entries first: one after the other they would take longer than the copy of an expert.
+        int32_t slots[SCANNED];
+        uint32_t owners[SCANNED];
+        expert_meta metas[SCANNED];
+#pragma unroll
+        for (int i = 0; i < SCANNED; i++) {
+            const uint32_t entry = start + uint32_t(i) * THREADS;
+            const bool there = entry < c.n_entries;
+            slots[i] = there ? c.slot_of[entry] : -1;
+            owners[i] = there ? c.layer_of[entry] : 0;
+            metas[i] = c.meta[there ? entry : 0];
+        }
+#pragma unroll
+        for (int i = 0; i < SCANNED; i++) {
+            const uint32_t entry = start + uint32_t(i) * THREADS;
+            const expert_meta & meta = metas[i];
+            const layer_state & state = layers[owners[i]];
+            const bool own = owners[i] == call.layer;
+            const bool touched = meta.touched == step;
+            if (slots[i] < 0 || isinf(meta.prior) || (!own && state.n_resident <= state.floor)) continue;
+            bool taken = stays(entry, own, touched);
+            for (uint32_t k = 0; k < n_moves; k++) taken |= moves[k].victim == entry;
+            if (taken) continue;
+            const uint32_t age = (state.clock + state.top_k - meta.stamp) / state.top_k;
+            const float score = meta.prior + meta.score * decayed(decay, age);
+            const candidate mine{eviction_key(touched, score, meta.stamp, owners[i] > current), entry, slots[i]};
+            if (lower(mine, best)) best = mine;
+        }
+    }
+    return lowest(best, of_warps);
+}
+
+// Every block says so when it has read the tables. True for those that copy; the other may write the tables then.
+__device__ bool all_have_decided(const device_class & c) {
+    if (threadIdx.x == 0) {
+        __threadfence();
+        atomicAdd(&c.control->arrived, 1u);
+        if (blockIdx.x == 0) {
+            while (*(volatile uint32_t *) &c.control->arrived < gridDim.x) {
+            }
+            c.control->arrived = 0;
+            __threadfence();
+        }
+    }
+    return blockIdx.x != 0;
+}
+
+// All blocks but the first copy what `moves` say.
+__device__ void copy_moves(const device_call & call, const device_move * moves, uint32_t n_moves) {
+    for (uint32_t q = 0; q < n_moves; q++) {
+        for (uint32_t k = 0; k < call.n_kinds; k++) {
+            const device_kind & kind = call.kinds[k];
+            copy(kind.slots + moves[q].slot * kind.bytes, kind.all + moves[q].expert * kind.bytes, kind.bytes, (blockIdx.x - 1) * THREADS + threadIdx.x,
+                 (gridDim.x - 1) * THREADS);
+        }
+    }
+}
+
+// By one thread: slots change hands.
+__device__ void write_moves(const device_class & c, const device_call & call, const device_move * moves, uint32_t n_moves) {
+    for (uint32_t q = 0; q < n_moves; q++) {
+        c.slot_of[moves[q].victim] = -1;
+        c.slot_of[call.first + moves[q].expert] = int32_t(moves[q].slot);
+        if (c.waiting[moves[q].victim]) {
+            c.waiting[moves[q].victim] = 0;
+            add(bank_of(c) + c.wasted + c.layer_of[moves[q].victim], 1);
+        }
+    }
+}
+
+// predictor::each_row, of one column.
+template <typename action> __device__ __forceinline__ void each_row(const device_class & c, uint32_t layer, uint32_t column, action act) {
+    const uint32_t width = c.layers[layer].n_experts;
+    int16_t * row = c.weights + c.layers[layer].first_weight + column;
+    for (uint32_t back = 1; back <= SPARK_PREDICTED_FROM && back <= layer; back++) {
+        const device_head head = c.heads[layer - back];
+        const int32_t * seen = c.seen[layer - back];
+        const uint32_t n = head.n_tokens == 1 ? head.n_used : 0;
+        for (uint32_t i = 0; i < n; i++) act(row + uint64_t(seen[i]) * width);
+        row += uint64_t(c.layers[layer - back].n_experts) * width;
+    }
+    act(row);
+}
+
+__device__ int32_t guess(const device_class & c, uint32_t layer, uint32_t expert) {
+    int32_t score = 0;
+    each_row(c, layer, expert, [&](const int16_t * weight) { score += *weight; });
+    return score;
+}
+
 }  // namespace
 
 extern "C" {
@@ -175,39 +272,11 @@ __global__ void __launch_bounds__(THREADS) spark_ensure(const device_class c, co
     }
     if (first) moves[rank].expert = uint32_t(expert);
     for (uint32_t q = 0; q < n_moves; q++) {
-        candidate best{~uint64_t(0), ~uint32_t(0), 0};
-        for (uint32_t start = tid; start < c.n_entries; start += SCANNED * THREADS) {
-            // All loads of several entries first: one after the other they would take longer than the copy of an expert.
-            int32_t slots[SCANNED];
-            uint32_t owners[SCANNED];
-            expert_meta metas[SCANNED];
-#pragma unroll
-            for (int i = 0; i < SCANNED; i++) {
-                const uint32_t entry = start + uint32_t(i) * THREADS;
-                const bool there = entry < c.n_entries;
-                slots[i] = there ? c.slot_of[entry] : -1;
-                owners[i] = there ? c.layer_of[entry] : 0;
-                metas[i] = c.meta[there ? entry : 0];
-            }
-#pragma unroll
-            for (int i = 0; i < SCANNED; i++) {
-                const uint32_t entry = start + uint32_t(i) * THREADS;
-                const expert_meta & meta = metas[i];
-                const layer_state & state = layers[owners[i]];
-                const bool own = owners[i] == call.layer;
-                const bool touched = meta.touched == step;
-                if (slots[i] < 0 || isinf(meta.prior) || (own ? touched : state.n_resident <= state.floor)) continue;
-                bool taken = false;
-                for (uint32_t k = 0; k < q; k++) taken |= moves[k].victim == entry;
-                for (uint32_t k = 0; own && k < n; k++) taken |= selected[k] == int32_t(entry - call.first);
-                if (taken) continue;
-                const uint32_t age = (state.clock + state.top_k - meta.stamp) / state.top_k;
-                const float score = meta.prior + meta.score * decayed(decay, age);
-                const candidate mine{eviction_key(touched, score, meta.stamp, owners[i] > call.layer), entry, slots[i]};
-                if (lower(mine, best)) best = mine;
-            }
-        }
-        best = lowest(best, of_warps);
+        const candidate best = leaving(c, call, layers, decay, moves, q, call.layer, of_warps, [&](uint32_t entry, bool own, bool touched) {
+            bool stays = own && touched;
+            for (uint32_t k = 0; own && k < n; k++) stays |= selected[k] == int32_t(entry - call.first);
+            return stays;
+        });
         if (tid == 0) {
             moves[q].victim = best.entry;
             moves[q].slot = uint32_t(best.slot);
@@ -216,30 +285,13 @@ __global__ void __launch_bounds__(THREADS) spark_ensure(const device_class c, co
         }
         __syncthreads();
     }
-    if (tid == 0) {
-        __threadfence();
-        atomicAdd(&c.control->arrived, 1u);
-    }
-    if (blockIdx.x) {
-        for (uint32_t q = 0; q < n_moves; q++) {
-            for (uint32_t k = 0; k < call.n_kinds; k++) {
-                const device_kind & kind = call.kinds[k];
-                copy(kind.slots + moves[q].slot * kind.bytes, kind.all + moves[q].expert * kind.bytes, kind.bytes,
-                     (blockIdx.x - 1) * THREADS + tid, (gridDim.x - 1) * THREADS);
-            }
-        }
+    if (all_have_decided(c)) {
+        copy_moves(call, moves, n_moves);
         return;
     }
     if (tid == 0) {
-        while (*(volatile uint32_t *) &c.control->arrived < gridDim.x) {
-        }
-        c.control->arrived = 0;
-        __threadfence();
-        for (uint32_t q = 0; q < n_moves; q++) {
-            c.slot_of[moves[q].victim] = -1;
-            c.slot_of[call.first + moves[q].expert] = int32_t(moves[q].slot);
-            map[moves[q].expert] = int32_t(moves[q].slot);
-        }
+        write_moves(c, call, moves, n_moves);
+        for (uint32_t q = 0; q < n_moves; q++) map[moves[q].expert] = int32_t(moves[q].slot);
     }
     __syncthreads();
     for (uint32_t i = tid; i < c.n_layers; i += THREADS) c.layers[i].n_resident = layers[i].n_resident;
@@ -254,6 +306,84 @@ __global__ void __launch_bounds__(THREADS) spark_ensure(const device_class c, co
         uint64_t * bank = bank_of(c);
         add(bank + c.cold + call.layer, cold);
         add(bank + c.loads + call.layer, n_moves);
+    }
+}
+
+// Fetches experts of the call's layer early, by what the layers before selected: slot_pool::fetch_early. Decided and
+// copied as in spark_ensure.
+__global__ void __launch_bounds__(THREADS) spark_fetch_early(const device_class c, const device_call call) {
+    __shared__ int32_t guesses[SPARK_MAX_EXPERTS];
+    __shared__ int32_t map[SPARK_MAX_EXPERTS];
+    __shared__ layer_state layers[SPARK_MAX_LAYERS];
+    __shared__ float decay[2 * SPARK_DECAY_STEP];
+    __shared__ device_move moves[SPARK_MAX_EARLY];
+    __shared__ candidate of_warps[WARPS];
+    const uint32_t tid = threadIdx.x;
+    wait_for_predecessor();
+    if (c.heads[call.layer - 1].n_tokens != 1) return;
+    bool any = false;
+    for (uint32_t i = tid; i < call.n_experts; i += THREADS) {
+        guesses[i] = guess(c, call.layer, i);
+        map[i] = c.slot_of[call.first + i];
+        any |= map[i] < 0 && guesses[i] >= c.threshold;
+    }
+    if (!__syncthreads_or(any)) return;
+    for (uint32_t i = tid; i < 2 * SPARK_DECAY_STEP; i += THREADS) decay[i] = c.decay[i];
+    for (uint32_t i = tid; i < c.n_layers; i += THREADS) layers[i] = c.layers[i];
+    __syncthreads();
+    uint32_t n_moves = 0;
+    while (n_moves < c.most) {
+        candidate wanted{~uint64_t(0), ~uint32_t(0), 0};
+        for (uint32_t i = tid; i < call.n_experts; i += THREADS) {
+            // The highest guess has the lowest key.
+            const candidate mine{uint64_t(~(uint32_t(guesses[i]) ^ 0x80000000u)), i, 0};
+            if (map[i] < 0 && guesses[i] >= c.threshold && lower(mine, wanted)) wanted = mine;
+        }
+        wanted = lowest(wanted, of_warps);
+        if (wanted.entry == ~0u) break;
+        const candidate best = leaving(c, call, layers, decay, moves, n_moves, call.layer - 1, of_warps, [&](uint32_t entry, bool own, bool touched) {
+            return touched || (own && guesses[entry - call.first] >= c.threshold);
+        });
+        if (best.entry == ~0u) break;
+        if (tid == 0) {
+            moves[n_moves] = {wanted.entry, uint32_t(best.slot), best.entry};
+            map[wanted.entry] = best.slot;
+            layers[c.layer_of[best.entry]].n_resident--;
+            layers[call.layer].n_resident++;
+        }
+        n_moves++;
+        __syncthreads();
+    }
+    if (n_moves == 0) return;
+    if (all_have_decided(c)) {
+        copy_moves(call, moves, n_moves);
+        return;
+    }
+    if (tid == 0) {
+        write_moves(c, call, moves, n_moves);
+        for (uint32_t q = 0; q < n_moves; q++) c.waiting[call.first + moves[q].expert] = 1;
+        add(bank_of(c) + c.early + call.layer, n_moves);
+    }
+    __syncthreads();  // the others have read the tables
+    for (uint32_t i = tid; i < c.n_layers; i += THREADS) c.layers[i].n_resident = layers[i].n_resident;
+}
+
+// What one step's single token teaches, block x a layer: slot_pool::learn. Before spark_tally.
+__global__ void __launch_bounds__(THREADS) spark_learn(const device_class c) {
+    const uint32_t layer = blockIdx.x;
+    if (layer == 0 || c.heads[layer].n_tokens != 1 || c.heads[layer - 1].n_tokens != 1) return;
+    const layer_state state = c.layers[layer];
+    const int32_t * seen = c.seen[layer];
+    const uint32_t n = c.heads[layer].n_used;
+    uint32_t shift = SPARK_LEARNING_SHIFT;
+    while ((1u << shift) < 2 * (SPARK_PREDICTED_FROM * state.top_k + 1)) shift++;
+    for (uint32_t expert = threadIdx.x; expert < state.n_experts; expert += THREADS) {
+        const int32_t score = guess(c, layer, expert);
+        bool selected = false;
+        for (uint32_t i = 0; i < n; i++) selected |= seen[i] == int32_t(expert);
+        const int32_t error = selected ? max(SPARK_PREDICTED_ONE - score, 0) : min(-score, 0);
+        const int32_t step = (error + (1 << (shift - 1))) >> shift;
+        each_row(c, layer, expert, [&](int16_t * weight) { *weight = int16_t(min(max(*weight + step, -32768), 32767)); });
     }
 }
 
@@ -333,6 +463,7 @@ __global__ void __launch_bounds__(THREADS) spark_tally(const device_class c) {
                 if (!last) newer = state.n_experts;
             }
             if (tid % 32 == 0) {
+                if (c.waiting[state.first + expert] && atomicExch(&c.waiting[state.first + expert], 0u)) add(bank + c.used + blockIdx.x, 1);
                 if (decoding) add(bank + c.distances + state.first_distance + newer, 1);
                 add(bank + state.first + expert, 1);
             }

@@ -85,6 +85,8 @@ std::string slot_pool::place(const std::vector<layer_start> & starts, float deca
         layers.assign(starts.size(), layer_state{});
         meta.assign(n_entries, expert_meta{0, 0, 0, 0});
         recency.assign(n_entries, 0);
+        selected.assign(starts.size(), followed{});
+        waiting.assign(n_entries, 0);
     }
     const std::vector<int32_t> before = same && n_slots == total ? slot_of : std::vector<int32_t>(n_entries, -1);
     slot_of.assign(n_entries, -1);
@@ -134,20 +136,24 @@ std::string slot_pool::place(const std::vector<layer_start> & starts, float deca
     }
     if (!same) {
         for (phase_counts & bank : counts) {
+            for (auto * part : bank.parts()) {
+                part->assign(layers.size(), 0);
+            }
             bank.selections.assign(n_entries, 0);
             bank.distances.assign(n_distances, 0);
-            bank.tokens.assign(layers.size(), 0);
-            bank.cold.assign(layers.size(), 0);
-            bank.loads.assign(layers.size(), 0);
         }
     }
+    for (uint32_t entry = 0; entry < n_entries; entry++) {
+        waiting[entry] = waiting[entry] && slot_of[entry] >= 0;
+    }
+    set_early(early);
     return "";
 }
 
 void slot_pool::reset_counts() {
     for (phase_counts & bank : counts) {
-        for (auto * values : {&bank.selections, &bank.distances, &bank.tokens, &bank.cold, &bank.loads}) {
-            std::fill(values->begin(), values->end(), 0);
+        for (auto * part : bank.parts()) {
+            std::fill(part->begin(), part->end(), 0);
         }
     }
 }
@@ -173,7 +179,10 @@ float slot_pool::weight(uint32_t age) const {
 
 // The entry that leaves for an expert of `layer`: first one that this step did not select, then the lowest score, which
 // counts double in layers to come, then the longest unused, then the lowest entry.
-int64_t slot_pool::victim(uint32_t layer) const {
+//
+// For a guess nothing leaves that this step selected anywhere, nor what the layer is guessed to select itself: its router
+// has not chosen yet, so it is one of those to come.
+int64_t slot_pool::victim(uint32_t layer, uint32_t current, const int32_t * guessed) const {
     int64_t best = -1;
     uint64_t best_key = 0;
     for (uint32_t other = 0; other < layers.size(); other++) {
@@ -184,13 +193,16 @@ int64_t slot_pool::victim(uint32_t layer) const {
         for (uint32_t entry = state.first; entry < state.first + state.n_experts; entry++) {
             const expert_meta & expert = meta[entry];
             const bool touched = expert.touched == step;
-            if (slot_of[entry] < 0 || std::isinf(expert.prior) || (touched && other == layer)) {
+            if (slot_of[entry] < 0 || std::isinf(expert.prior) || (touched && (guessed != nullptr || other == layer))) {
+                continue;
+            }
+            if (guessed != nullptr && other == layer && guessed[entry - state.first] >= early.threshold) {
                 continue;
             }
             const uint32_t age = (state.clock + state.top_k - expert.stamp) / state.top_k;
             const float decayed = expert.score * weight(age);
             const float score = expert.prior + decayed;
-            const uint64_t key = eviction_key(touched, score, expert.stamp, other > layer);
+            const uint64_t key = eviction_key(touched, score, expert.stamp, other > current);
             if (best < 0 || key < best_key) {
                 best = entry;
                 best_key = key;
@@ -219,25 +231,136 @@ bool slot_pool::ensure(uint32_t layer, const int32_t * ids, uint32_t n, int phas
         if (std::any_of(moves.begin(), moves.end(), [&](const move & m) { return m.expert == uint32_t(ids[i]); })) {
             continue;
         }
-        const int64_t leaving = victim(layer);
+        const int64_t leaving = victim(layer, layer, nullptr);
         if (leaving < 0) {
             return false;  // more experts than capacity(): a fault of the caller
         }
-        uint32_t owner = 0;
-        while (owner + 1 < layers.size() && layers[owner + 1].first <= leaving) {
-            owner++;
-        }
-        moves.push_back({uint32_t(ids[i]), uint32_t(slot_of[leaving])});
-        slot_of[entry] = slot_of[leaving];
-        slot_of[leaving] = -1;
-        layers[owner].n_resident--;
-        state.n_resident++;
+        moves.push_back({uint32_t(ids[i]), uint32_t(slot_of[size_t(leaving)])});
+        take_slot(layer, entry, uint32_t(leaving), phase);
     }
     counts[phase].loads[layer] += moves.size();
     for (uint32_t i = 0; i < n; i++) {
         slots[i] = slot_of[state.first + uint32_t(ids[i])];
     }
     return true;
+}
+
+void slot_pool::take_slot(uint32_t layer, uint32_t entry, uint32_t leaving, int phase) {
+    uint32_t owner = 0;
+    while (owner + 1 < layers.size() && layers[owner + 1].first <= leaving) {
+        owner++;
+    }
+    slot_of[entry] = slot_of[leaving];
+    slot_of[leaving] = -1;
+    layers[owner].n_resident--;
+    layers[layer].n_resident++;
+    if (waiting[leaving]) {
+        waiting[leaving] = 0;
+        counts[phase].wasted[owner]++;
+    }
+}
+
+void slot_pool::set_early(const early_options & options) {
+    early = options;
+    early.most = std::min(early.most, MAX_EARLY);
+    if (early.most == 0) {
+        guesses.forget();
+        return;
+    }
+    std::vector<uint32_t> sizes;
+    for (const layer_state & layer : layers) {
+        sizes.push_back(layer.n_experts);
+    }
+    guesses.prepare(sizes);
+    for (uint32_t layer = 0; layer < layers.size(); layer++) {
+        layers[layer].first_weight = guesses.first(layer);
+    }
+}
+
+uint32_t slot_pool::exchange_weights(uint32_t layer, int16_t * out, const int16_t * in) {
+    if (early.most == 0) {
+        return 0;
+    }
+    const uint32_t n_rows = guesses.n_rows(layer);
+    const size_t n = size_t(n_rows) * layers[layer].n_experts;
+    int16_t * mine = guesses.weights.data() + guesses.first(layer);
+    if (out != nullptr) {
+        std::copy_n(mine, n, out);
+    }
+    if (in != nullptr) {
+        std::copy_n(in, n, mine);
+        selected[layer].guessed = 0;
+    }
+    return n_rows;
+}
+
+void slot_pool::follow(uint32_t layer, const int32_t * ids, uint32_t n_used, uint32_t n_tokens) {
+    if (early.most != 0 && n_tokens == 1) {
+        selected[layer].step = step;
+        selected[layer].ids.assign(ids, ids + n_used);
+    }
+}
+
+void slot_pool::selected_before(uint32_t layer, selection * before) const {
+    for (uint32_t back = 1; back <= PREDICTED_FROM; back++) {
+        before[back - 1] = {};
+        if (back <= layer && is_single(layer - back)) {
+            before[back - 1] = {selected[layer - back].ids.data(), uint32_t(selected[layer - back].ids.size())};
+        }
+    }
+}
+
+// Of this step; made once, because nothing is learned before its end.
+const int32_t * slot_pool::guess(uint32_t layer, const selection * before) {
+    followed & token = selected[layer];
+    if (token.guessed != step) {
+        token.guessed = step;
+        token.scores.resize(layers[layer].n_experts);
+        guesses.predict(layer, before, token.scores.data());
+    }
+    return token.scores.data();
+}
+
+void slot_pool::fetch_early(uint32_t layer, int phase, std::vector<move> & moves) {
+    moves.clear();
+    const uint32_t next = layer + 1;
+    if (early.most == 0 || next >= layers.size() || !is_single(layer)) {
+        return;
+    }
+    const layer_state & state = layers[next];
+    selection before[PREDICTED_FROM];
+    selected_before(next, before);
+    const int32_t * scores = guess(next, before);
+    while (moves.size() < early.most) {
+        int64_t best = -1;
+        for (uint32_t expert = 0; expert < state.n_experts; expert++) {
+            if (slot_of[state.first + expert] < 0 && scores[expert] >= early.threshold && (best < 0 || scores[expert] > scores[best])) {
+                best = expert;
+            }
+        }
+        const int64_t leaving = best < 0 ? -1 : victim(next, layer, scores);
+        if (leaving < 0) {
+            break;
+        }
+        const uint32_t entry = state.first + uint32_t(best);
+        moves.push_back({uint32_t(best), uint32_t(slot_of[size_t(leaving)])});
+        take_slot(next, entry, uint32_t(leaving), phase);
+        waiting[entry] = 1;
+    }
+    counts[phase].early[next] += moves.size();
+}
+
+void slot_pool::learn() {
+    for (uint32_t layer = 1; early.most != 0 && early.learning && layer < layers.size(); layer++) {
+        if (!is_single(layer) || !is_single(layer - 1)) {
+            continue;
+        }
+        selection before[PREDICTED_FROM];
+        selected_before(layer, before);
+        guess(layer, before);
+        followed & token = selected[layer];
+        guesses.learn(layer, before, {token.ids.data(), uint32_t(token.ids.size())}, layers[layer].top_k, token.scores.data());
+    }
 }
 
 bool slot_pool::pass(uint32_t layer, const int32_t * ids, uint32_t n, int phase) {
@@ -265,6 +388,8 @@ void slot_pool::observe(uint32_t layer, const int32_t * ids, uint32_t n_used, ui
         for (uint32_t i = 0; i < n_used; i++) {
             const uint32_t entry = state.first + uint32_t(ids[i]);
             bank.selections[entry]++;
+            bank.used[layer] += waiting[entry];
+            waiting[entry] = 0;
             if (phase != DECODE) {
                 continue;
             }

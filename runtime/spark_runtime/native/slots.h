@@ -10,7 +10,13 @@
 //
 // Layers are in the order in which a call computes them, so those after the one that misses are those to come.
 
+//
+// Experts may also be fetched early, by what predictor.h guesses of the next layer. That moves slots and time, never
+// what is computed: ensure() still brings whatever was selected.
+
 #pragma once
+
+#include "predictor.h"
 
 #include <cstdint>
 #include <string>
@@ -40,7 +46,7 @@ struct layer_state {
     uint32_t n_pinned;
     uint32_t first_distance;  // its first counter of reuse distances, of n_experts + 1
     uint32_t recency_clock;   // as clock, of the session that is counted
-    uint32_t unused;
+    uint32_t first_weight;    // of its predictor
 };
 
 struct move {
@@ -55,6 +61,19 @@ struct phase_counts {
     std::vector<uint64_t> tokens;      // per layer
     std::vector<uint64_t> cold;        // per layer: selections that found no slot
     std::vector<uint64_t> loads;       // per layer: experts copied to where they are multiplied
+    std::vector<uint64_t> early;       // per layer: experts fetched early
+    std::vector<uint64_t> used;        // per layer: of those, selected while they were there
+    std::vector<uint64_t> wasted;      // per layer: of those, gone before anything selected them
+    std::vector<std::vector<uint64_t> *> parts() { return {&selections, &distances, &tokens, &cold, &loads, &early, &used, &wasted}; }
+};
+
+constexpr uint32_t MAX_EARLY = 16;
+
+// How experts are fetched early.
+struct early_options {
+    uint32_t most = 0;       // experts of a layer and token, at most MAX_EARLY; 0: nothing is guessed, learned or fetched early
+    int32_t threshold = 0;   // guesses below stay where they are, in units of 1 / PREDICTED_ONE
+    bool learning = true;
 };
 
 struct layer_start {
@@ -81,6 +100,19 @@ class slot_pool {
     // A call that goes around the slots: counts cold hits without moving anything.
     bool pass(uint32_t layer, const int32_t * ids, uint32_t n, int phase);
 
+    // What one call selects, before fetch_early() and learn() of its step. Of several tokens nothing is guessed.
+    void follow(uint32_t layer, const int32_t * ids, uint32_t n_used, uint32_t n_tokens);
+
+    // The experts of the layer after `layer` to copy early, best guess first. They take slots of what nothing in this step
+    // selected and nothing is guessed to select. Right after ensure() and follow() of `layer`.
+    void fetch_early(uint32_t layer, int phase, std::vector<move> & moves);
+
+    // After a step that succeeded, before end_step().
+    void learn();
+    void set_early(const early_options & options);
+    // How many rows of weights a layer has; they go out and come in, unless null.
+    uint32_t exchange_weights(uint32_t layer, int16_t * out, const int16_t * in);
+
     // The tokens of one step, after it succeeded, in order: counts, reuse distances, scores.
     void observe(uint32_t layer, const int32_t * ids, uint32_t n_used, uint32_t n_tokens, int phase);
     void end_step() { step++; }
@@ -97,9 +129,24 @@ class slot_pool {
     float decay_low[DECAY_STEP];
     float decay_high[DECAY_STEP];
     phase_counts counts[PHASES];
+    early_options early;
+    predictor guesses;
+    std::vector<uint32_t> waiting;  // per entry: 1 for one that was fetched early and not selected since
 
   private:
-    int64_t victim(uint32_t layer) const;
+    struct followed {
+        uint32_t step = 0;
+        std::vector<int32_t> ids;
+        uint32_t guessed = 0;         // the step that `scores` are of
+        std::vector<int32_t> scores;  // what was guessed of the layer
+    };
+    std::vector<followed> selected;  // per layer: the single token of its last step
+    const int32_t * guess(uint32_t layer, const selection * before);
+    // The entry that leaves for one of `layer`; -1: none may. With `guessed` as fetch_early() needs it, after `current`.
+    int64_t victim(uint32_t layer, uint32_t current, const int32_t * guessed) const;
+    void take_slot(uint32_t layer, uint32_t entry, uint32_t leaving, int phase);
+    bool is_single(uint32_t layer) const { return selected[layer].step == step; }
+    void selected_before(uint32_t layer, selection * before) const;
     float weight(uint32_t age) const;
     bool valid(uint32_t layer, const int32_t * ids, uint32_t n) const;
 };

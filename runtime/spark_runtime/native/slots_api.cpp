@@ -105,15 +105,60 @@ SPARK_EXPORT void spark_slots_experts(const tier_class * self, uint32_t layer, i
     std::copy_n(pool.recency.begin() + state.first, state.n_experts, recency);
 }
 
-// As spark_tier_counts: selections[n_experts], distances[n_experts + 1], then tokens, cold hits, loads.
+SPARK_EXPORT void spark_slots_set_early(tier_class * self, uint32_t most, int32_t threshold, bool learning) {
+    self->pool.set_early({most, threshold, learning});
+}
+
+// What spark_tier_guesses gives, of a pool: how many rows; the weights out of it and into it, unless null.
+SPARK_EXPORT uint32_t spark_slots_guesses(tier_class * self, uint32_t layer, int16_t * out, const int16_t * in) {
+    return self->pool.exchange_weights(layer, out, in);
+}
+
+SPARK_EXPORT void spark_slots_follow(tier_class * self, uint32_t layer, const int32_t * ids, uint32_t n_used, uint32_t n_tokens) {
+    self->pool.follow(layer, ids, n_used, n_tokens);
+}
+
+// How many experts of the next layer to copy; room for `most` of them in `moves`.
+SPARK_EXPORT uint32_t spark_slots_fetch_early(tier_class * self, uint32_t layer, int phase, move * moves) {
+    std::vector<move> made;
+    self->pool.fetch_early(layer, phase, made);
+    std::copy(made.begin(), made.end(), moves);
+    return uint32_t(made.size());
+}
+
+SPARK_EXPORT void spark_slots_learn(tier_class * self) { self->pool.learn(); }
+
+// Decodes tokens one at a time, ids[token][layer][k]: every layer's experts into slots, the next layer's fetched early,
+// then all of it counted. As a tier does, many tokens a call; the ids must be experts of their layers.
+SPARK_EXPORT void spark_slots_decode(tier_class * self, const int32_t * ids, size_t n_tokens, uint32_t top_k) {
+    slot_pool & pool = self->pool;
+    const uint32_t n_layers = uint32_t(pool.layers.size());
+    std::vector<move> moves;
+    std::vector<int32_t> slots(top_k);
+    for (size_t token = 0; token < n_tokens; token++, ids += size_t(n_layers) * top_k) {
+        for (uint32_t layer = 0; layer < n_layers; layer++) {
+            pool.ensure(layer, ids + size_t(layer) * top_k, top_k, DECODE, slots.data(), moves);
+            pool.follow(layer, ids + size_t(layer) * top_k, top_k, 1);
+            pool.fetch_early(layer, DECODE, moves);
+        }
+        for (uint32_t layer = 0; layer < n_layers; layer++) {
+            pool.observe(layer, ids + size_t(layer) * top_k, top_k, 1, DECODE);
+        }
+        pool.learn();
+        pool.end_step();
+    }
+}
+
+// As spark_tier_counts: selections[n_experts], distances[n_experts + 1], then tokens, cold hits, loads, those fetched
+// early, and of these the used and the wasted ones.
 SPARK_EXPORT void spark_slots_counts(const tier_class * self, uint32_t layer, int phase, uint64_t * out) {
     const phase_counts & bank = self->pool.counts[phase];
     const layer_state & state = self->pool.layers[layer];
     out = std::copy_n(bank.selections.begin() + state.first, state.n_experts, out);
     out = std::copy_n(bank.distances.begin() + state.first_distance, state.n_experts + 1, out);
-    *out++ = bank.tokens[layer];
-    *out++ = bank.cold[layer];
-    *out++ = bank.loads[layer];
+    for (const auto * part : {&bank.tokens, &bank.cold, &bank.loads, &bank.early, &bank.used, &bank.wasted}) {
+        *out++ = (*part)[layer];
+    }
 }
 
 }  // extern "C"

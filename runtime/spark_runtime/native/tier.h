@@ -115,6 +115,8 @@ class engine {
     virtual void reset_counts() = 0;
     // After read(): takes over what the host's pools have as recency.
     virtual void write_recency() {}
+    // Brings the weights of guesses up to date on the host, or takes over what the host has.
+    virtual void sync_guesses(bool write) { (void) write; }
     virtual void set_phase(int phase) = 0;
     virtual uint64_t table_bytes() const { return 0; }
     // What a kernel found wrong in a step that the host had already taken for done; once.
@@ -141,9 +143,11 @@ struct tier {
     uint64_t generation = 0;        // changes when tensors move
     int phase = 0;                  // of the steps to come
     bool planned = false;           // somebody has placed its experts
+    early_options early;            // of all its classes
 
     bool add(ggml_tensor * tensor);                 // a tensor of the buffer; whether it may be in it
     void place(const std::vector<start_layer> & start, float decay);  // throws tier_error; what was there stays if it can
+    void set_early(const early_options & options);  // throws tier_error
     void place_share(float residency);              // without a plan: the first experts of every layer
     tier_memory memory() const;
     ~tier();

@@ -211,3 +211,16 @@ def test_ctrl_c_ends_it(delay_s):
 def test_the_object_is_one_line(agent_cli):
     (line,) = agent_cli("bench", "--json", *QUICK, "--residency", "0.5", "--ring", "1").out.splitlines()
     assert json.loads(line)["rows"]
+
+
+def test_fetching_early_is_measured_where_asked_for(agent_cli):
+    arguments = ("--residency", "0.5", "--ring", "1", "--prefetch", "on")
+    value = agent_cli("bench", "--json", *QUICK, *arguments).json
+    [ring] = [row for row in value["rows"] if row["config"] == "calibrated+ring"]
+    [early] = [row for row in value["rows"] if row["config"] == "calibrated+prefetch"]
+    assert early["logits_sha256"] == ring["logits_sha256"]
+    assert early["early_per_token"] is not None
+    assert ring["early_per_token"] is None
+    assert value["prefetch"].startswith("prefetch: tokens a second")
+    other = agent_cli("bench", "--json", *QUICK, *arguments[:4], "--prefetch", "off").json
+    assert other["prefetch"] == "prefetch: not measured, --prefetch off"

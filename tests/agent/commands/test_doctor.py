@@ -31,7 +31,17 @@ def test_a_machine_without_a_service_is_well(agent_cli):
     result = agent_cli("doctor", "--json")
     assert result.code == 0
     checks = checks_of(result)
-    tiers = ["tiers", "tier-engine", "nvrtc", "cuda-driver", "video-memory", "host-memory", "link", "llama-server"]
+    tiers = [
+        "tiers",
+        "tier-engine",
+        "prefetch",
+        "nvrtc",
+        "cuda-driver",
+        "video-memory",
+        "host-memory",
+        "link",
+        "llama-server",
+    ]
     rest = ["model", "spool", "service", "consent", "agents", "port"]
     assert list(checks) == ["spark", "llama-cpp-python", "native", *tiers, *rest]
     assert "8 of them for a token" in checks["model"]["value"]

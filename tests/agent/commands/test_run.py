@@ -17,7 +17,7 @@ from spark_agent.formats.profile import save_profile
 from spark_agent.formats.registry import import_file
 from spark_agent.identity import session_hash
 from spark_agent.manifests import ManifestStore, PullKey
-from spark_agent.paths import config_path, local_key_path, manifests_dir, spool_path, state_dir
+from spark_agent.paths import config_path, guesses_dir, local_key_path, manifests_dir, spool_path, state_dir
 from spark_agent.server.serve import bind
 from spark_agent.server.sessions import lineage_of
 from spark_runtime.model_shape import read_model_shape
@@ -37,7 +37,7 @@ def test_the_start_up_object_and_a_manifest(manifest, tmp_path):
     with running("--manifest", path) as (process, start):
         assert start["n_ctx"] == 512, "the context that the manifest was planned for"
         fixed = ["base_url", "model", "fingerprint", "n_ctx", "parallel", "tiers", "manifest", "placement", "upload"]
-        assert list(start) == [*fixed, "choices", "expected", "llama_cpp", "access"]
+        assert list(start) == [*fixed, "choices", "bands", "expected", "llama_cpp", "access"]
         assert start["fingerprint"] == manifest.fingerprint
         assert start["tiers"]["expert_bytes"] > 0
         assert start["tiers"]["tiered"] is False, "the manifest holds every expert"
@@ -349,3 +349,58 @@ def test_how_many_conversations_are_kept_is_said_with_the_reason(agent_cli):
     assert one["parallel"] == 1
     assert "asked for" in {choice["what"]: choice for choice in one["choices"]}["parallel"]["reason"]
     agent_cli("run", "--dry-run", "--parallel", 65).failed(2, "--parallel", hint=False)
+
+
+def test_what_is_fetched_early_is_counted_and_what_was_learned_is_kept(kept):
+    text, texts = "How are you today?", []
+    for prefetch in ("off", "on", "on"):
+        with running("--residency", "0.4", "--prefetch", prefetch, "--workload", "chat") as (process, start):
+            texts.append(chat(start, text))
+            stats = httpx.get(f"{start['base_url']}/spark/stats", trust_env=False).json()["phases"]["decode"]
+            metrics = httpx.get(f"{start['base_url']}/metrics", trust_env=False).text
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0
+            assert process.stderr is not None
+            assert "learned anew" not in process.stderr.read()
+        assert (start["tiers"]["prefetch"] is None) == (prefetch == "off")
+        [choice] = [choice for choice in start["choices"] if choice["what"] == "prefetch"]
+        assert choice["reason"] == f"--prefetch {prefetch}"
+        assert stats["l1_hits"] + stats["l2_hits"] == stats["selections"]
+        assert "spark_agent_prefetched_wasted_bytes_total" in metrics
+        [file] = guesses_dir().glob("*") if prefetch == "on" else [None]
+        assert file is None or file.stat().st_size > 1000
+    assert len(set(texts)) == 1
+    # Nothing of the file decides what is computed, and a broken one is told.
+    [file] = guesses_dir().glob("*")
+    file.write_bytes(b"broken")
+    with running("--residency", "0.4", "--prefetch", "on", "--workload", "chat") as (process, start):
+        assert chat(start, text) == texts[0]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+        assert process.stderr is not None
+        assert "learned anew" in process.stderr.read()
+    assert file.stat().st_size > 1000
+
+
+def test_a_plan_tells_how_sure_experts_are_to_be_used(agent_cli, manifest, tmp_path):
+    path = tmp_path / "manifest.json"
+    path.write_text(manifest.model_dump_json())
+    value = agent_cli("run", "--dry-run", "--manifest", path, "--coverage", "0.6", "--json").json
+    shape = read_model_shape(demo_model_path())
+    assert sum(band["experts"] for band in value["bands"]) == sum(layer.n_experts for layer in shape.layers)
+    assert sum(band["in_slots"] for band in value["bands"]) == value["tiers"]["slots"]
+    assert value["tiers"]["tiered"]
+    shown = agent_cli("run", "--dry-run", "--manifest", path, "--coverage", "0.6").out
+    assert "sure 0% to 50%" in shown
+    assert "cover 60% of the selections" in shown
+    assert agent_cli("run", "--dry-run", "--json", "--residency", "0.5").json["bands"] == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--coverage", "0.9"), ("--coverage", "1.5"), ("--coverage", "0.9", "--residency", "0.5"),
+     ("--coverage", "0.9", "--no-tier"), ("--prefetch", "maybe")],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_coverage_that_makes_no_sense_is_refused(agent_cli, arguments):
+    assert agent_cli("run", "--dry-run", *arguments).code == 2

@@ -76,4 +76,9 @@ def test_stats_are_there_before_the_first_request(serve):
             "cold_hit_rate": None,
             "loads": 0,
             "bytes_moved": 0,
+            "l1_hits": 0,
+            "l2_hits": 0,
+            "prefetched_bytes": 0,
+            "prefetched_used_bytes": 0,
+            "prefetched_wasted_bytes": 0,
         }

@@ -6,17 +6,20 @@
 #include "device_tables.h"
 #include "ggml_layout.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
+#include <vector>
 
 using namespace spark;
 
 namespace {
 
 constexpr int FAILED = 1;  // any number but 0
-constexpr uint64_t ENSURE = 1, MARK = 2, GATHER = 3, TALLY = 4;
-uint64_t launches[5];
+constexpr uint64_t ENSURE = 1, MARK = 2, GATHER = 3, TALLY = 4, FETCH_EARLY = 5, LEARN = 6;
+uint64_t launches[7];
 
 uint64_t * bank(const device_class & c) { return c.counts + uint64_t(c.control->phase) * c.n_counts; }
 
@@ -37,7 +40,9 @@ float weight(const float * decay, uint32_t age) {
     return decay[age % SPARK_DECAY_STEP] * decay[SPARK_DECAY_STEP + (high < SPARK_DECAY_STEP ? high : SPARK_DECAY_STEP - 1)];
 }
 
-uint32_t victim(const device_class & c, const device_call & call) {
+// `guessed` names what must stay in the call's layer, which has not selected yet then.
+uint32_t victim(const device_class & c, const device_call & call, const std::vector<bool> * guessed = nullptr) {
+    const uint32_t current = guessed != nullptr ? call.layer - 1 : call.layer;
     uint32_t best = ~0u;
     bool best_touched = false;
     double best_score = 0;
@@ -49,8 +54,11 @@ uint32_t victim(const device_class & c, const device_call & call) {
         if (c.slot_of[entry] < 0 || std::isinf(meta.prior) || (own ? touched : state.n_resident <= state.floor)) {
             continue;
         }
+        if (guessed != nullptr && (touched || (own && (*guessed)[entry - call.first]))) {
+            continue;
+        }
         const float known = meta.prior + meta.score * weight(c.decay, (state.clock + state.top_k - meta.stamp) / state.top_k);
-        const double score = owner > call.layer ? 2 * double(known) : double(known);
+        const double score = owner > current ? 2 * double(known) : double(known);
         if (best == ~0u || touched < best_touched ||
             (touched == best_touched && (score < best_score || (score == best_score && meta.stamp < c.meta[best].stamp)))) {
             best = entry;
@@ -61,6 +69,19 @@ uint32_t victim(const device_class & c, const device_call & call) {
     return best;
 }
 
+void hand_over(const device_class & c, const device_call & call, uint32_t expert, uint32_t leaving) {
+    const int32_t slot = c.slot_of[call.first + expert] = c.slot_of[leaving];
+    c.slot_of[leaving] = -1;
+    c.layers[c.layer_of[leaving]].n_resident--;
+    c.layers[call.layer].n_resident++;
+    bank(c)[c.wasted + c.layer_of[leaving]] += c.waiting[leaving];
+    c.waiting[leaving] = 0;
+    for (uint32_t k = 0; k < call.n_kinds; k++) {
+        const device_kind & kind = call.kinds[k];
+        std::memcpy(kind.slots + uint64_t(slot) * kind.bytes, kind.all + uint64_t(expert) * kind.bytes, kind.bytes);
+    }
+}
+
 void ensure(const device_class & c, const device_call & call) {
     const uint32_t n = call.n_used * call.n_tokens;
     for (uint32_t i = 0; i < n; i++) {
@@ -69,25 +90,81 @@ void ensure(const device_class & c, const device_call & call) {
         bank(c)[c.cold + call.layer] += c.slot_of[call.first + uint32_t(call.seen[i])] < 0;
     }
     for (uint32_t i = 0; i < n; i++) {
-        int32_t & slot = c.slot_of[call.first + uint32_t(call.seen[i])];
-        if (slot >= 0) {
-            continue;
-        }
-        const uint32_t leaving = victim(c, call);
-        slot = c.slot_of[leaving];
-        c.slot_of[leaving] = -1;
-        c.layers[c.layer_of[leaving]].n_resident--;
-        c.layers[call.layer].n_resident++;
-        bank(c)[c.loads + call.layer]++;
-        for (uint32_t k = 0; k < call.n_kinds; k++) {
-            const device_kind & kind = call.kinds[k];
-            std::memcpy(kind.slots + uint64_t(slot) * kind.bytes, kind.all + uint64_t(call.seen[i]) * kind.bytes, kind.bytes);
+        if (c.slot_of[call.first + uint32_t(call.seen[i])] < 0) {
+            hand_over(c, call, uint32_t(call.seen[i]), victim(c, call));
+            bank(c)[c.loads + call.layer]++;
         }
     }
     for (uint32_t i = 0; i < n; i++) {
         call.slots[i] = c.slot_of[call.first + uint32_t(call.seen[i])];
     }
     c.heads[call.layer] = {call.n_tokens, call.n_used, {0, 0}};
+}
+
+// Weights that add up to a layer's guesses, by expert that was selected before; the last ones always.
+std::vector<int16_t *> rows_of(const device_class & c, uint32_t layer) {
+    std::vector<int16_t *> rows;
+    int16_t * start = c.weights + c.layers[layer].first_weight;
+    for (uint32_t before = layer; before-- > 0 && before + SPARK_PREDICTED_FROM >= layer;) {
+        for (uint32_t i = 0; c.heads[before].n_tokens == 1 && i < c.heads[before].n_used; i++) {
+            rows.push_back(start + uint64_t(c.seen[before][i]) * c.layers[layer].n_experts);
+        }
+        start += uint64_t(c.layers[before].n_experts) * c.layers[layer].n_experts;
+    }
+    rows.push_back(start);
+    return rows;
+}
+
+int64_t guess(const device_class & c, uint32_t layer, uint32_t expert) {
+    int64_t sum = 0;
+    for (const int16_t * row : rows_of(c, layer)) {
+        sum += row[expert];
+    }
+    return sum;
+}
+
+void fetch_early(const device_class & c, const device_call & call) {
+    std::vector<std::pair<int64_t, uint32_t>> wanted;  // best guess first, then the lower expert
+    std::vector<bool> guessed(call.n_experts);
+    for (uint32_t expert = 0; expert < call.n_experts; expert++) {
+        const int64_t score = guess(c, call.layer, expert);
+        guessed[expert] = score >= c.threshold;
+        if (guessed[expert] && c.slot_of[call.first + expert] < 0) {
+            wanted.push_back({-score, expert});
+        }
+    }
+    std::sort(wanted.begin(), wanted.end());
+    for (uint32_t i = 0; i < wanted.size() && i < c.most; i++) {
+        const uint32_t leaving = victim(c, call, &guessed);
+        if (leaving == ~0u) {
+            return;
+        }
+        hand_over(c, call, wanted[i].second, leaving);
+        c.waiting[call.first + wanted[i].second] = 1;
+        bank(c)[c.early + call.layer]++;
+    }
+}
+
+void learn(const device_class & c) {
+    for (uint32_t layer = 1; layer < c.n_layers; layer++) {
+        if (c.heads[layer].n_tokens != 1 || c.heads[layer - 1].n_tokens != 1) {
+            continue;
+        }
+        const int32_t * seen = c.seen[layer];
+        const std::vector<int16_t *> rows = rows_of(c, layer);
+        double share = 1 << SPARK_LEARNING_SHIFT;
+        while (share < 2 * (2 * c.layers[layer].top_k + 1)) {
+            share *= 2;
+        }
+        for (uint32_t expert = 0; expert < c.layers[layer].n_experts; expert++) {
+            const bool chosen = std::find(seen, seen + c.heads[layer].n_used, int32_t(expert)) != seen + c.heads[layer].n_used;
+            const double score = double(guess(c, layer, expert));
+            const double error = chosen ? std::max(SPARK_PREDICTED_ONE - score, 0.0) : std::min(-score, 0.0);
+            for (int16_t * row : rows) {
+                row[expert] = int16_t(std::clamp(row[expert] + std::floor((error + share / 2) / share), -32768.0, 32767.0));
+            }
+        }
+    }
 }
 
 void mark(const device_class & c, const device_call & call) {
@@ -129,6 +206,8 @@ void tally(const device_class & c) {
             for (uint32_t i = 0; i < n_used; i++) {
                 const uint32_t entry = layer.first + uint32_t(seen[i]);
                 bank(c)[entry]++;
+                bank(c)[c.used + l] += c.waiting[entry];
+                c.waiting[entry] = 0;
                 uint32_t newer = layer.n_experts;
                 if (c.recency[entry]) {
                     newer = 0;
@@ -210,8 +289,8 @@ FAKE(cuCtxSynchronize, void) { return 0; }
 FAKE(cuModuleLoadData, void ** module, const void *) { return *module = &device, 0; }
 FAKE(cuModuleUnload, void *) { return 0; }
 FAKE(cuModuleGetFunction, uint64_t * function, void *, const char * name) {
-    const char * names[] = {"", "spark_ensure", "spark_mark", "spark_gather", "spark_tally"};
-    for (uint64_t i = ENSURE; i <= TALLY; i++) {
+    const char * names[] = {"", "spark_ensure", "spark_mark", "spark_gather", "spark_tally", "spark_fetch_early", "spark_learn"};
+    for (uint64_t i = ENSURE; i <= LEARN; i++) {
         if (std::strcmp(name, names[i]) == 0) {
             return *function = i, 0;
         }
@@ -260,6 +339,8 @@ FAKE(cuLaunchKernel, uint64_t function, unsigned, unsigned, unsigned, unsigned, 
         case MARK: mark(c, *static_cast<const device_call *>(arguments[1])); break;
         case GATHER: gather(c, *static_cast<const device_call *>(arguments[1])); break;
         case TALLY: tally(c); break;
+        case FETCH_EARLY: fetch_early(c, *static_cast<const device_call *>(arguments[1])); break;
+        case LEARN: learn(c); break;
     }
     return 0;
 }

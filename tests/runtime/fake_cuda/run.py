@@ -18,6 +18,7 @@ fake = ctypes.CDLL(str(library))  # before anything asks for libcuda.so.1
 
 from exactness_runs import CASES  # noqa: E402
 
+from spark_runtime.early_fetch import NO_EARLY_FETCH, EarlyFetch  # noqa: E402
 from spark_runtime.engine import Engine, EngineOptions  # noqa: E402
 from spark_runtime.ggml import ggml_base, share_registry  # noqa: E402
 from spark_runtime.llama import bindings  # noqa: E402
@@ -39,11 +40,15 @@ def register() -> None:
     assert ggml_base()
 
 
-def run(residency: float | None) -> dict[str, object]:
+def run(residency: float | None, early: EarlyFetch = NO_EARLY_FETCH) -> dict[str, object]:
     shape = read_model_shape(model)
-    how = {"proxy": True, "count_routing": False} if residency is None else {"tier": uniform_start(shape, residency)}
+    how = (
+        {"proxy": True, "count_routing": False}
+        if residency is None
+        else {"tier": uniform_start(shape, residency), "early": early}
+    )
     options = EngineOptions(n_ctx=1024, n_batch=256, n_ubatch=128, n_threads=1, devices=1, repack=False, **how)
-    before = [fake.fake_launches(kernel) for kernel in range(5)]
+    before = [fake.fake_launches(kernel) for kernel in range(7)]
     with Engine.load(model, options) as engine:
         digest = hashlib.sha256()
         for name in ("prompts", "batches", "generate"):
@@ -56,6 +61,12 @@ def run(residency: float | None) -> dict[str, object]:
             for token in range(12):
                 engine.feed([token], "decode")
                 digest.update(engine.logits().tobytes())
+        if engine.tier is not None and early.experts:
+            # Placed anew, also with other slots, scores, counts and what was learned go on.
+            for again in (residency, 0.8, residency):
+                engine.tier.place(uniform_start(shape, again))
+                for token in range(6):
+                    engine.feed([token], "decode")
         result: dict[str, object] = {"logits": digest.hexdigest()}
         if engine.tier is not None:
             counters = engine.tier.counters()
@@ -63,6 +74,8 @@ def run(residency: float | None) -> dict[str, object]:
                 "engine": engine.tier.devices[0].engine,
                 "cold": counters.cold,
                 "loads": counters.loads,
+                "early": [counters.early, counters.early_used, counters.early_wasted],
+                "guesses": {block: layer.weights.tolist() for block, layer in engine.tier.guesses().items()},
                 "tokens": counters.tokens,
                 "counts": {phase: [layer.tolist() for layer in layers] for phase, layers in counters.counts.items()},
                 "reuse": [layer.tolist() for layer in counters.reuse],
@@ -75,4 +88,8 @@ def run(residency: float | None) -> dict[str, object]:
 fake.fake_launches.restype = ctypes.c_uint64
 if sys.argv[4] == "card":
     register()
-json.dump([run(residency) for residency in (None, 1.0, 0.6, 0.31, 0.01)], sys.stdout)
+runs = [run(residency) for residency in (None, 1.0, 0.6, 0.31, 0.01)]
+runs += [
+    run(residency, early) for residency in (0.6, 0.31) for early in (EarlyFetch(2, 0.2), EarlyFetch(3, float("-inf")))
+]
+json.dump(runs, sys.stdout)
