@@ -16,7 +16,7 @@ from spark_service.db.store import Store
 from spark_service.db.tallies import Counted, TallyKey
 from spark_service.executors import Executor
 from spark_service.live import LiveEvaluation, evaluate_live
-from spark_service.moved import held_out_since, since_days
+from spark_service.moved import held_out_since, held_out_until, since_days
 from spark_service.tallies import Tallies
 
 __all__ = ["BuildInputs"]
@@ -33,6 +33,9 @@ class BuildInputs:
     def of(self, shape: ModelShape, source: ModelShape, asked: Asked) -> Inputs:
         """For a model's profile from the sessions of ``source``, the model itself or a sibling of it."""
         counted, since = self._counted(source, asked.phase)
+        until = asked.until_day
+        if until is not None:
+            counted = {name: Counted(one.tally.until(until), one.number) for name, one in counted.items()}
         nothing = _no_sessions(shape)
         members = []
         for name, weight in asked.mix.members:
@@ -40,6 +43,8 @@ class BuildInputs:
             held_out: HeldOut = partial(self._tallies.held_out, TallyKey(asked.source, name, asked.phase), own.number)
             if day is not None:
                 held_out = partial(held_out_since, day, held_out)
+            if until is not None:
+                held_out = partial(held_out_until, until, held_out)
             members.append(Member(name, weight, own.tally, held_out, day))
         others = {name: other.tally for name, other in counted.items() if name not in asked.mix.names}
         return Inputs(tuple(members), others, asked.window, self._live(shape, asked, since))
@@ -64,7 +69,8 @@ class BuildInputs:
 
     def _live(self, shape: ModelShape, asked: Asked, since: Mapping[str, int]) -> LiveEvaluation:
         """What agents measured with this very file, of a workload alone: nobody can say it of a mix."""
-        if asked.phase != "decode" or len(asked.mix.names) > 1 or asked.source != shape.fingerprint:
+        of_the_past = asked.until_day is not None
+        if of_the_past or asked.phase != "decode" or len(asked.mix.names) > 1 or asked.source != shape.fingerprint:
             return LiveEvaluation()
         [name] = asked.mix.names
         days = [since[name]] if name in since else []

@@ -32,6 +32,8 @@ class Asked:
     window: Window
     of_a_reader: bool
     """Whether a reader put it together: a mix, or a window that is not the service's own."""
+    until_day: int | None = None
+    """Only sessions whose last part came on this day (since 1970) or earlier; ``None``: all."""
 
 
 @dataclass(slots=True)

@@ -103,6 +103,40 @@ class Catalog:
         drift = self._drift(fingerprint).get(workload)
         return profile if drift is None else profile.model_copy(update={"drift": drift})
 
+    def profile_as_of(self, fingerprint: str, workload: str, phase: Phase, until_day: int) -> Profile:
+        """The profile of a workload or a mix as if nothing had come after a day (since 1970), by what is stored now.
+
+        Raises :class:`RequestError`: as :meth:`profile`, and 404 where what came since is so little that beside today's
+        profile it could be told what it was.
+        """
+        shape = self._require_model(fingerprint, None, workload)
+        mix, own = Mix.parse(workload), self._windows.own()
+        window = replace(own, today=until_day) if own.today else own
+        for name in mix.names:
+            tally = self._inputs.tally(shape, name, phase)
+            before = tally.until(until_day).n_sessions("calibration", window)
+            since = tally.since(until_day + 1).n_sessions("calibration", own)
+            if before < self._min_sessions:
+                raise self._too_few(name, before, "came until then: choose a later day")
+            if 0 < since < self._min_sessions:
+                raise self._too_few(name, since, "came since: with fewer, what is in each could be told")
+        asked = Asked(fingerprint, mix, phase, window, of_a_reader=True, until_day=until_day)
+        built = self._build(shape, asked)
+        if built is None:  # deleted meanwhile
+            raise self._too_few(workload, 0, "are left")
+        return built.profile
+
+    def _too_few(self, name: str, found: int, hint: str) -> RequestError:
+        return RequestError(
+            404,
+            "too_few_sessions",
+            f"{name}: found {found} calibration sessions, expected at least {self._min_sessions}",
+            field="path.workload",
+            found=str(found),
+            expected=f"at least {self._min_sessions}",
+            hint=f"so few {hint}",
+        )
+
     def manifest(
         self,
         fingerprint: str,

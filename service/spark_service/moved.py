@@ -10,7 +10,7 @@ from spark_runtime.calibration.tally import Tally, Window
 from spark_service.builders import HeldOut, Member
 from spark_service.drift import State
 
-__all__ = ["held_out_since", "moved_warnings", "since_days"]
+__all__ = ["held_out_since", "held_out_until", "moved_warnings", "since_days"]
 
 MIN_SESSIONS = 3
 """Fewest sessions on either side of the split; deletions may leave fewer than a profile was rebuilt from."""
@@ -36,6 +36,12 @@ def held_out_since(day: int, held_out: HeldOut) -> Iterator[Sessions]:
     """The held-out sessions whose last part came on a day or later."""
     for batch in held_out():
         yield batch.where(batch.days >= day)
+
+
+def held_out_until(day: int, held_out: HeldOut) -> Iterator[Sessions]:
+    """The held-out sessions whose last part came on a day or earlier."""
+    for batch in held_out():
+        yield batch.where(batch.days <= day)
 
 
 def moved_warnings(members: Iterable[Member]) -> list[str]:

@@ -393,3 +393,41 @@ def test_no_session_of_a_mix_is_on_both_sides(store: Store, make: Any) -> None:
         own = [part.session_hash for part in parts if part.workload == name]
         assert hashes == sorted(one for one in own if split_of(one) == "held_out")
         assert len(hashes) == 4
+
+
+def test_as_of_a_day_is_what_was_served_then(store: Store, make: Any) -> None:
+    shape = make.shape()
+    sessions = make.sessions(shape, 7, 6)
+    old = [one for one in sessions if one.session_hash not in {make.hash(index) for index in range(4, 7)}]
+    fill(store, make, old)
+    then = Catalog(store, min_sessions=3).profile(shape.fingerprint, "code", "decode")
+    fill(store, make, sessions, "key-2")
+    today = Windows().today()
+    with store.writing() as cursor:
+        for one in old:
+            cursor.execute(
+                "UPDATE parts SET received_day = current_date - 40 WHERE session_hash = ?", [one.session_hash]
+            )
+        cursor.execute("DELETE FROM tallies")
+    catalog = Catalog(store, min_sessions=3)
+    found = catalog.profile_as_of(shape.fingerprint, "code", "decode", today - 30)
+    assert (found.n_calibration, found.n_held_out) == (4, 6)
+    assert found.layers == then.layers
+    assert found.curves == then.curves
+    assert catalog.profile(shape.fingerprint, "code", "decode").n_calibration == 7
+    assert catalog.profile_as_of(shape.fingerprint, "code", "decode", today).n_calibration == 7
+
+
+@pytest.mark.parametrize(("days", "told"), [(50, "until then"), (30, "since")])
+def test_a_day_with_few_sessions_on_either_side_is_refused(store: Store, make: Any, days: int, told: str) -> None:
+    shape = make.shape()
+    fill(store, make, make.sessions(shape, 8, 4))
+    with store.writing() as cursor:
+        for index in range(7):
+            cursor.execute(
+                "UPDATE parts SET received_day = current_date - 40 WHERE session_hash = ?", [make.hash(index)]
+            )
+    with pytest.raises(RequestError) as caught:
+        Catalog(store, min_sessions=3).profile_as_of(shape.fingerprint, "code", "decode", Windows().today() - days)
+    assert caught.value.code == "too_few_sessions"
+    assert told in str(caught.value.hint)

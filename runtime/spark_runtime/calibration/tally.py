@@ -106,6 +106,13 @@ class Tally:
             {side: {one: tally for one, tally in days.items() if one >= day} for side, days in self.sides.items()},
         )
 
+    def until(self, day: int) -> Tally:
+        """The sessions whose last part came on a day or earlier."""
+        return Tally(
+            self.n_experts,
+            {side: {one: tally for one, tally in days.items() if one <= day} for side, days in self.sides.items()},
+        )
+
     def n_sessions(self, side: Split, window: Window) -> int:
         """How many sessions of a side are in a window."""
         return sum(tally.votes.n_sessions for day, tally in self.sides[side].items() if window.factor(day))

@@ -15,7 +15,6 @@ from spark_service.dashboard.budget_page import (
     DEFAULT_CONTEXT,
     BudgetPage,
     Question,
-    budget_page,
     budget_range,
     default_vram,
 )
@@ -27,7 +26,7 @@ from spark_service.dashboard.profile_page import ModelName
 from spark_service.errors import RequestError
 from spark_service.ingest import excerpt
 
-__all__ = ["BudgetShown", "GpuChoice", "add_budget"]
+__all__ = ["BudgetQuery", "BudgetShown", "GpuChoice", "add_budget"]
 
 DEFAULT_GPU = "rtx-4090"
 _CONTEXTS = tuple(2**power for power in range(11, 21))
@@ -122,7 +121,7 @@ def add_budget(router: APIRouter, dashboard: Dashboard) -> None:
             reserve_bytes=shown.reserve_bytes,
             service_url=_service_url(request),
         )
-        page = budget_page(found.value.profile, shape, asked)
+        page = figures.budget(found.value, asked)
         return shown.model_copy(update={"as_of": found.as_of, "is_current": found.is_current, "page": page})
 
     add_page(router, dashboard.renderer, "/budget", "budget.html", view)

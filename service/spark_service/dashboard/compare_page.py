@@ -18,7 +18,7 @@ from spark_service.dashboard.profile_page import ModelName, VerdictView, verdict
 from spark_service.dashboard.shift import ShiftSize, between
 from spark_service.dashboard.words import counted, interval, percent, points
 
-__all__ = ["Cell", "ComparePage", "Cross", "RateRow", "Side", "SideView", "compare_page"]
+__all__ = ["Cell", "ComparePage", "Cross", "MixRate", "MixView", "RateRow", "Side", "SideView", "compare_page"]
 
 
 class _View(BaseModel):
@@ -38,8 +38,8 @@ class SideView(_View):
     """One of the two."""
 
     workload: str
-    window_days: int | None
-    """``None``: the service's own window."""
+    period: str | None
+    """Which sessions; ``None``: as served now."""
     label: str
     revision: str
     n_calibration: int
@@ -103,18 +103,15 @@ class ComparePage(_View):
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A profile and the window that was chosen for it; ``None`` is the service's own."""
+    """A profile and which sessions were chosen for it; ``None``: as served now."""
 
     profile: Profile
-    window_days: int | None
+    period: str | None = None
 
     @property
     def label(self) -> str:
         """What to call it."""
-        name = self.profile.workload
-        if self.window_days is None:
-            return name
-        return f"{name}, " + ("all sessions" if self.window_days == 0 else f"last {self.window_days} days")
+        return self.profile.workload if self.period is None else f"{self.profile.workload}, {self.period}"
 
 
 def compare_page(
@@ -196,7 +193,7 @@ def _side(side: Side) -> SideView:
     profile = side.profile
     return SideView(
         workload=profile.workload,
-        window_days=side.window_days,
+        period=side.period,
         label=side.label,
         revision=profile.revision,
         n_calibration=profile.n_calibration,
@@ -220,7 +217,7 @@ def _cell(judge: Profile, rate: float, low: float, high: float) -> Cell:
 def _cross(ours: Side, theirs: Side) -> Cross | None:
     """Our profile on their sessions: known where their evaluation compared it, in the service's own window."""
     own = _own(theirs.profile, "own", VERDICT_RESIDENCY)
-    if ours.window_days is not None or own is None or ours.profile.workload == theirs.profile.workload:
+    if ours.period is not None or own is None or ours.profile.workload == theirs.profile.workload:
         return None
     for row in theirs.profile.mismatch:
         if (row.workload, row.residency) == (ours.profile.workload, VERDICT_RESIDENCY):

@@ -11,14 +11,23 @@ from pydantic import BaseModel, ConfigDict
 from spark_schemas.ids import Phase
 from spark_service.dashboard.compare_page import ComparePage
 from spark_service.dashboard.context import Dashboard
-from spark_service.dashboard.figures import Comparison, canonical_name
+from spark_service.dashboard.figures import Comparison, Period, canonical_name, period_label
 from spark_service.dashboard.pages import add_page
 from spark_service.dashboard.profile_page import ModelName
 from spark_service.errors import RequestError
 from spark_service.ingest import excerpt
 from spark_service.windows import WINDOW_STEPS_DAYS
 
-__all__ = ["CompareShown", "add_compare"]
+__all__ = ["CompareQuery", "CompareShown", "PeriodChoice", "add_compare"]
+
+
+_PERIODS = (
+    {"": Period()}
+    | {str(days): Period(days) for days in WINDOW_STEPS_DAYS}
+    | {f"before-{days}": Period(days, is_before=True) for days in WINDOW_STEPS_DAYS if days}
+)
+"""By what a form sends. A few steps, as for windows: any number of days would take single sessions apart."""
+_KEYS = {period: key for key, period in _PERIODS.items()}
 
 
 class CompareQuery(BaseModel):
@@ -35,6 +44,14 @@ class CompareQuery(BaseModel):
     mix: str = ""
 
 
+class PeriodChoice(BaseModel):
+    """Which sessions can be chosen."""
+
+    key: str
+    """What the query says: so many of the last days, or ``before-`` and so many."""
+    label: str
+
+
 class CompareShown(BaseModel):
     """The page's content as of a moment, and what there is to choose from."""
 
@@ -44,11 +61,11 @@ class CompareShown(BaseModel):
     model: ModelName | None
     phase: Phase
     workloads: tuple[str, ...]
-    windows: tuple[int, ...]
+    periods: tuple[PeriodChoice, ...]
     a: str
-    a_days: int | None
+    a_days: str
     b: str
-    b_days: int | None
+    b_days: str
     mix: str
     page: ComparePage | None
 
@@ -78,11 +95,11 @@ def _asked(query: CompareQuery, workloads: list[str]) -> Comparison | None:
         return None
     a = canonical_name(query.a, "query.a") if query.a else workloads[0]
     b = canonical_name(query.b, "query.b") if query.b else next((one for one in workloads if one != a), a)
-    a_days, b_days = window_days(query.a_days, "query.a_days"), window_days(query.b_days, "query.b_days")
+    a_period, b_period = _period(query.a_days, "query.a_days"), _period(query.b_days, "query.b_days")
     if not query.b and a == b and not query.b_days:
-        b_days = 30  # a single workload: its latest sessions beside all of them
+        b_period = _PERIODS["30"]  # a single workload: its latest sessions beside all of them
     mix = canonical_name(query.mix, "query.mix") if query.mix else None
-    return Comparison(a, a_days, b, b_days, mix)
+    return Comparison(a, a_period, b, b_period, mix)
 
 
 def _shown(
@@ -99,28 +116,27 @@ def _shown(
         model=model,
         phase=query.phase,
         workloads=workloads,
-        windows=WINDOW_STEPS_DAYS,
+        periods=tuple(PeriodChoice(key=key, label=period_label(one)) for key, one in _PERIODS.items()),
         a="" if asked is None else asked.a,
-        a_days=None if asked is None else asked.a_days,
+        a_days="" if asked is None else _KEYS[asked.a_period],
         b="" if asked is None else asked.b,
-        b_days=None if asked is None else asked.b_days,
+        b_days="" if asked is None else _KEYS[asked.b_period],
         mix="" if asked is None or asked.mix is None else asked.mix,
         page=None,
     )
 
 
-def window_days(text: str, field: str) -> int | None:
-    """A window that a form chose; ``None`` for the service's own. Raises :class:`RequestError` (422)."""
-    if not text:
-        return None
-    if text.isascii() and text.isdigit() and len(text) <= 5 and int(text) in WINDOW_STEPS_DAYS:
-        return int(text)
-    steps = ", ".join(map(str, WINDOW_STEPS_DAYS))
-    raise RequestError(
-        422,
-        "invalid_parameter",
-        f"{field}: found {excerpt(text)}, expected one of {steps}, or nothing for the service's own window",
-        field=field,
-        found=excerpt(text),
-        expected=f"one of {steps}, or nothing",
-    )
+def _period(text: str, field: str) -> Period:
+    """Which sessions a form chose. Raises :class:`RequestError` (422)."""
+    found = _PERIODS.get(text)
+    if found is None:
+        known = ", ".join(filter(None, _PERIODS))
+        raise RequestError(
+            422,
+            "invalid_parameter",
+            f"{field}: found {excerpt(text)}, expected one of {known}, or nothing for what is served now",
+            field=field,
+            found=excerpt(text),
+            expected=f"one of {known}, or nothing",
+        )
+    return found

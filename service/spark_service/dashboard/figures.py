@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from spark_runtime.calibration.tally import Window
 from spark_runtime.placement import layer_sizes
 from spark_schemas.ids import Phase
 from spark_schemas.mix import Mix, MixError
 from spark_schemas.model import ModelShape
 from spark_schemas.profile import Profile
+from spark_service.answers import ByteCache
 from spark_service.catalog import Catalog
+from spark_service.dashboard.budget_page import BudgetPage, Question, budget_page
 from spark_service.dashboard.compare_page import ComparePage, Side, compare_page
 from spark_service.dashboard.heat_map import HeatMap, heat_map
 from spark_service.dashboard.mismatch import mismatch_matrix
@@ -23,6 +24,7 @@ from spark_service.dashboard.profile_list import ProfileList, ProfileRow, missin
 from spark_service.dashboard.profile_page import LiveSessions, ProfilePage, profile_page
 from spark_service.dashboard.refreshed import Made, Refreshed
 from spark_service.dashboard.shift import Shift, shift_since
+from spark_service.dashboard.words import counted, day
 from spark_service.db.choices import shapes_by_use, workloads_by_use
 from spark_service.db.live import live_parts
 from spark_service.db.store import Store
@@ -30,9 +32,11 @@ from spark_service.errors import RequestError
 from spark_service.ingest import excerpt
 from spark_service.live import sessions_measured
 
-__all__ = ["Comparison", "Figures", "ProfileFigures", "canonical_name", "missing_text"]
+__all__ = ["Comparison", "Figures", "Period", "ProfileFigures", "canonical_name", "missing_text", "period_label"]
 
 _NO_PROFILE = frozenset({"no_calibration_sessions", "too_few_sessions", "too_many_builds"})
+BUDGETS_BYTES, BUDGET_BYTES = 8 * 2**20, 16 * 2**10
+"""What answers about budgets may take together, and what one takes at most."""
 SINCE_DAYS = 7
 """How far back "since last week" looks."""
 
@@ -48,14 +52,31 @@ class ProfileFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class Period:
+    """Which sessions: those of the last ``days``, or all but those; without days as they are served now."""
+
+    days: int | None = None
+    is_before: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Comparison:
-    """What a comparison is asked of: workloads, and of each the last so many days (``None``: as served now)."""
+    """What a comparison is asked of: two workloads, each with a period, and perhaps a mix."""
 
     a: str
-    a_days: int | None
+    a_period: Period
     b: str
-    b_days: int | None
+    b_period: Period
     mix: str | None = None
+
+
+def period_label(period: Period) -> str:
+    """What a period is called."""
+    if period.days is None:
+        return "as served now"
+    if period.is_before:
+        return f"as it was {period.days} days ago"
+    return "all sessions" if period.days == 0 else f"last {period.days} days"
 
 
 def canonical_name(text: str, field: str) -> str:
@@ -79,8 +100,12 @@ def missing_text(error: RequestError) -> str:
     """Why stored sessions give no profile, as a page says it in its place. Raises any other error again."""
     if error.code not in _NO_PROFILE:
         raise error
-    sentences = [error.message, *([error.hint] if error.hint else [])]
-    return " ".join(f"{text[0].upper()}{text[1:]}." for text in sentences)
+    message = error.message
+    if error.code == "too_few_sessions" and error.found and error.expected:
+        name, found, needed = message.partition(":")[0], int(error.found), int(error.expected.split()[-1])
+        more = counted(needed - found, "more calibration session")
+        message = f"{name}: {more} needed ({found} of {needed})"
+    return f"{message}." + (f" {error.hint[0].upper()}{error.hint[1:]}." if error.hint else "")
 
 
 class Figures:
@@ -92,6 +117,7 @@ class Figures:
         self._refreshed = refreshed
         self._windows = catalog.windows
         self._min_sessions = catalog.min_sessions
+        self._budgets: ByteCache[tuple[str, str, Question], BudgetPage] = ByteCache(BUDGETS_BYTES)
 
     def models(self) -> list[ModelShape]:
         """Models that have sessions, the busiest first."""
@@ -141,6 +167,15 @@ class Figures:
         shape = self.model(fingerprint)
         self.require_workloads(fingerprint, name)
         return self._refreshed.get(("profile", fingerprint, name, phase), lambda: self._profile(shape, name, phase))
+
+    def budget(self, found: ProfileFigures, asked: Question) -> BudgetPage:
+        """What a budget would give; a revision's answer to a question is found again."""
+        key = (found.profile.fingerprint, found.profile.revision, asked)
+        page = self._budgets.get(key)
+        if page is None:
+            page = budget_page(found.profile, found.shape, asked)
+            self._budgets.put(key, page, BUDGET_BYTES)
+        return page
 
     def profiles(self, phase: Phase) -> Made[ProfileList] | None:
         """Every workload of every model in a line; ``None`` while they are being built."""
@@ -198,8 +233,8 @@ class Figures:
         if asked is not None:
             try:
                 sides = (
-                    self._side(shape, asked.a, asked.a_days, phase),
-                    self._side(shape, asked.b, asked.b_days, phase),
+                    self._side(shape, asked.a, asked.a_period, phase),
+                    self._side(shape, asked.b, asked.b_period, phase),
                 )
                 missing = None
             except RequestError as error:
@@ -211,7 +246,12 @@ class Figures:
                 mixed = missing_text(error)
         return compare_page(shape, phase, sides, missing, matrix, mixed)
 
-    def _side(self, shape: ModelShape, name: str, days: int | None, phase: Phase) -> Side:
-        window: Window | None = None if days is None else self._windows.chosen(days, None)
+    def _side(self, shape: ModelShape, name: str, period: Period, phase: Phase) -> Side:
+        if period.days is None:
+            return Side(self._catalog.profile(shape.fingerprint, name, phase))
+        if period.is_before:
+            until = self._windows.today() - period.days
+            return Side(self._catalog.profile_as_of(shape.fingerprint, name, phase, until), f"as of {day(until)}")
+        window = self._windows.chosen(period.days, None)
         profile = self._catalog.profile(shape.fingerprint, name, phase, window=window)
-        return Side(profile, None if window is None else days)
+        return Side(profile, None if window is None else period_label(period))

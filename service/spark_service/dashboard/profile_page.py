@@ -220,14 +220,23 @@ def verdict_of(profile: Profile) -> VerdictView:
         "no_gain": "bad",
         None: "unknown",
     }
-    if profile.verdict is None or own is None or uniform is None:
+    headline = VERDICTS[profile.verdict]
+    enough = min(profile.n_calibration, profile.n_held_out) >= MIN_SESSIONS
+    if profile.phase == "prefill" and enough and own is not None and uniform is not None:
+        headline = "Prompts have no verdict"
+        sentence = (
+            f"With {VERDICT_RESIDENCY:.0%} of the experts in video memory this profile misses {percent(own)} of the "
+            f"selections in prompts that it has never seen, the first experts {percent(uniform)}. Whether a cache does "
+            "better cannot be told: prompts are counted without reuse distances."
+        )
+    elif profile.verdict is None or own is None or uniform is None:
         sentence = _undecided(profile)
     else:
         sentence = _decided(profile.verdict, own, uniform, lru)
     return VerdictView(
         verdict=profile.verdict,
         tone=tones[profile.verdict],
-        headline=VERDICTS[profile.verdict],
+        headline=headline,
         sentence=sentence,
         reason=profile.verdict_reason,
     )

@@ -19,7 +19,7 @@ from spark_service.dashboard.profile_page import ModelName, ProfilePage
 from spark_service.dashboard.refreshed import Made
 from spark_service.errors import RequestError
 
-__all__ = ["LayerShown", "ProfileListShown", "ProfileShown", "add_profiles"]
+__all__ = ["LayerShown", "ProfileListShown", "ProfileShown", "add_profiles", "being_made"]
 
 PROFILES = "/profiles"
 _PROFILE = f"{PROFILES}/{{fingerprint}}/{{workload}}"

@@ -61,7 +61,7 @@ def shift_since(
     1 must be on either side.
     """
     days = tally.sides["calibration"]
-    old = Tally(tally.n_experts, {**tally.sides, "calibration": {one: days[one] for one in days if one < first_day}})
+    old = tally.until(first_day - 1)
     as_of = replace(window, today=first_day - 1) if window.today else window
     now, before = tally.votes("calibration", window), old.votes("calibration", as_of)
     n_since = sum(days[one].votes.n_sessions for one in days if one >= first_day and window.factor(one))

@@ -201,7 +201,13 @@ def watch(browser: Browser) -> Iterator[Callable[..., Watched]]:
                 found.faults.append(f"request to {request.url}")
 
         found.page.on("request", on_request)
-        found.page.on("requestfailed", lambda request: found.faults.append(f"failed: {request.url} {request.failure}"))
+
+        def on_failure(request: Any) -> None:
+            # Aborted is what a page still loaded when it was left, or looked again by itself.
+            if request.failure != "net::ERR_ABORTED":
+                found.faults.append(f"failed: {request.url} {request.failure}")
+
+        found.page.on("requestfailed", on_failure)
         found.page.on(
             "console",
             lambda message: found.faults.append(message.text) if message.type in ("error", "warning") else None,

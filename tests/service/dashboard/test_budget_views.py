@@ -64,7 +64,7 @@ def test_a_workload_of_one_session_says_how_many_more(pages: Any, make: Any) -> 
     pages.add(make.sessions(make.shape(), 1, 0))
     shown = pages.json("/budget.json")
     assert shown["page"] is None
-    assert "found 1 calibration sessions, expected at least 3" in shown["missing"]
+    assert "code: 2 more calibration sessions needed (1 of 3)." in shown["missing"]
     assert "No profile yet" in pages.html("/budget")
 
 

@@ -46,7 +46,7 @@ def test_either_profile_on_the_others_sessions(make: Any, two: Any) -> None:
 
 def test_one_workload_in_two_windows(make: Any, two: Any) -> None:
     code, _ = two
-    page = page_of(make, (Side(code, None), Side(code, 30)))
+    page = page_of(make, (Side(code, None), Side(code, "last 30 days")))
     assert [side.label for side in page.sides] == ["code", "code, last 30 days"]
     assert page.crosses == ()
     assert "Both sides are of one workload" in page.crosses_missing
@@ -55,7 +55,7 @@ def test_one_workload_in_two_windows(make: Any, two: Any) -> None:
 
 def test_a_chosen_window_is_not_judged_on_the_other_side(make: Any, two: Any) -> None:
     code, chat = two
-    page = page_of(make, (Side(code, 7), Side(chat, None)))
+    page = page_of(make, (Side(code, "last 7 days"), Side(chat, None)))
     assert [cross.profile for cross in page.crosses] == ["chat"]
 
 

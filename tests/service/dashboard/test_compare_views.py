@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 import re
-from datetime import date, timedelta
+from datetime import UTC, date, datetime, timedelta
 from typing import Any
 
 import pytest
+
+
+def today() -> date:
+    return datetime.now(UTC).date()
 
 
 def two(make: Any) -> list[Any]:
@@ -40,22 +44,49 @@ def test_the_matrix_has_every_pair(pages: Any, make: Any) -> None:
 
 def test_one_workload_is_compared_with_its_latest_days(pages: Any, make: Any) -> None:
     pages.add(make.sessions(make.shape(), 8, 5))
-    old = (date.today() - timedelta(days=60)).isoformat()
+    old = (today() - timedelta(days=60)).isoformat()
     with pages.store.writing() as cursor:
         for index in range(4):
             cursor.execute("UPDATE parts SET received_day = ? WHERE session_hash = ?", [old, make.hash(index)])
     shown = pages.json("/compare.json")
-    assert (shown["a"], shown["a_days"], shown["b"], shown["b_days"]) == ("code", None, "code", 30)
+    assert (shown["a"], shown["a_days"], shown["b"], shown["b_days"]) == ("code", "", "code", "30")
     assert [side["n_calibration"] for side in shown["page"]["sides"]] == [8, 4]
     assert shown["page"]["sides"][1]["label"] == "code, last 30 days"
     assert "Nothing to compare with" in pages.html("/compare")
+
+
+def test_two_dates_of_one_workload(pages: Any, make: Any) -> None:
+    pages.add(make.sessions(make.shape(), 8, 5))
+    old = (today() - timedelta(days=60)).isoformat()
+    with pages.store.writing() as cursor:
+        for side, count in (("calibration", 4), ("held_out", 2)):
+            for index in range(count):
+                name = make.hash(index, side)
+                cursor.execute("UPDATE parts SET received_day = ? WHERE session_hash = ?", [old, name])
+    sides = pages.json("/compare.json?a=code&b=code&b_days=before-30")["page"]["sides"]
+    assert [(side["n_calibration"], side["n_held_out"]) for side in sides] == [(8, 5), (4, 2)]
+    assert sides[1]["label"] == f"code, as of {today() - timedelta(days=30)}"
+    assert '<option value="before-30" selected>' in pages.html("/compare?a=code&b=code&b_days=before-30")
+
+
+@pytest.mark.parametrize(("before", "told"), [(2, "so few came until then"), (6, "so few came since")])
+def test_a_date_that_would_show_single_sessions_is_refused(pages: Any, make: Any, before: int, told: str) -> None:
+    pages.add(make.sessions(make.shape(), 8, 5))
+    old = (today() - timedelta(days=60)).isoformat()
+    with pages.store.writing() as cursor:
+        for index in range(before):
+            cursor.execute("UPDATE parts SET received_day = ? WHERE session_hash = ?", [old, make.hash(index)])
+    page = pages.json("/compare.json?a=code&b=code&b_days=before-30")["page"]
+    assert page["sides"] is None
+    assert "1 more calibration session needed (2 of 3)." in page["sides_missing"]
+    assert told in page["sides_missing"].lower()
 
 
 def test_a_side_of_too_few_sessions_says_how_many_more(pages: Any, make: Any) -> None:
     pages.add(make.sessions(make.shape(), 5, 5) + make.sessions(make.shape(), 1, 0, workload="chat"))
     page = pages.json("/compare.json")["page"]
     assert page["sides"] is None
-    assert "chat: found 1 calibration sessions, expected at least 3" in page["sides_missing"].lower()
+    assert "chat: 2 more calibration sessions needed (1 of 3)." in page["sides_missing"]
     assert "These two cannot be put side by side" in pages.html("/compare")
 
 

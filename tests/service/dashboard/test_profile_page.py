@@ -99,6 +99,10 @@ def test_what_agents_measured_stands_beside_with_its_own_sessions(make: Any, bui
 
 def test_prompts_have_no_cache_and_say_why(make: Any, built: Build) -> None:
     page = page_of(make, built(make.sessions(make.shape(), prefill=50), phase="prefill"))
+    own = next(one for one in page.curves if one.policy == "own").points[5]
+    assert own.residency == 0.6
+    assert page.verdict.headline == "Prompts have no verdict"
+    assert percent(own.cold_hit_rate) in page.verdict.sentence
     [lru] = [one for one in page.curves if one.policy == "lru"]
     assert lru.points == ()
     assert "reuse distances" in str(lru.missing)

@@ -10,7 +10,7 @@
 // data-value is a number: days since 1970, shares from 0 to 1, bytes. A cell without it is a gap. Columns with
 // data-low-of and data-high-of are the interval of the series in that column (from 1). data-color="1".."8" on a
 // heading picks a colour, data-dash draws a dashed line, data-hide leaves a column out of the chart, data-span draws
-// the line over gaps.
+// the line over gaps, data-points its points large.
 "use strict";
 (() => {
   const DAY_SECONDS = 86400;
@@ -64,6 +64,7 @@
       dash: "dash" in cell.dataset,
       hide: "hide" in cell.dataset,
       span: "span" in cell.dataset,
+      points: "points" in cell.dataset,
       values: [],
     }));
     for (const row of table.tBodies[0].rows) {
@@ -107,7 +108,7 @@
         dash: column.dash ? [6, 4] : undefined,
         fill: kind === "bars" ? faded(stroke, 0.55) : undefined,
         paths: kind === "bars" ? uPlot.paths.bars({ size: [0.7, 40], align: 0 }) : undefined,
-        points: { show: kind === "bars" ? false : columns[0].values.length < 40, size: 5, fill: stroke },
+        points: { show: kind === "bars" ? false : columns[0].values.length < 40, size: column.points ? 11 : 5, fill: stroke },
         value: (_, value) => (value === null ? "–" : WORDS[yKind](value)),
       };
     });
