@@ -16,7 +16,7 @@ TOKEN = Machine(token_s=0.01, miss_s=0.001)
 
 
 def measured(gain: float | None) -> Measured:
-    return Measured(TOKEN, None, dt.date(2026, 11, 30), gain)
+    return Measured(TOKEN, None, dt.date(2026, 11, 30), prefetch_gain=gain)
 
 
 @pytest.mark.parametrize(
