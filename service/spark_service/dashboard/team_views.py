@@ -19,6 +19,7 @@ from spark_service.db.activity import AgentUploads, LiveSize, SessionsOfDay
 
 __all__ = [
     "Activity",
+    "AgentVersion",
     "Attention",
     "DayCounts",
     "Judged",
@@ -31,6 +32,11 @@ __all__ = [
     "WorkloadInUse",
     "activity_of",
     "judged_of",
+    "memory_classes",
+    "quiet_workloads",
+    "rate_at",
+    "residency_for",
+    "saving_of",
 ]
 
 SHOWN_DAYS = 90
