@@ -40,7 +40,6 @@ PROBLEM_CODES: dict[str, tuple[int, str]] = {
     "no_profiles": (404, "the model has no workload with a profile in this phase"),
     "no_history": (404, "no manifest was served for this question yet"),
     "unknown_revision": (404, "the profile revision was never served"),
-    "unknown_layer": (404, "the model has no such block with experts"),
     "unknown_token": (404, "there is no token of this id"),
     "unknown_backup": (404, "there is no backup of this name"),
     "method_not_allowed": (405, "the path has no such method; Allow lists those it has"),
@@ -63,7 +62,6 @@ PROBLEM_CODES: dict[str, tuple[int, str]] = {
     "too_many_builds": (429, "more new mixes and windows than the service builds; Retry-After says when to go on"),
     "internal_error": (500, "a fault of the service"),
     "storage_unavailable": (503, "the database cannot answer; nothing was changed; Retry-After says when to try again"),
-    "being_made": (503, "what a page shows is being built for the first time; Retry-After says when to ask again"),
     "signing_key_unavailable": (503, "the key that signs manifests cannot be used; none is sent unsigned"),
     "storage_full": (507, "no room left; nothing was kept; the same request can be sent again later"),
 }
