@@ -1,4 +1,4 @@
-"""What a running service does by itself: store the tokens' last use, remove what is too old, look out for drift."""
+"""What a running service does by itself: store who was there, remove what is too old, look out for drift."""
 
 from __future__ import annotations
 
@@ -81,6 +81,10 @@ class Housekeeping:
             self._keyring.flush_uses()
         except StorageError as error:
             log.error("last use of tokens: %s", error)
+        try:
+            self._store.flush_agents()
+        except StorageError as error:
+            log.error("versions of agents: %s", error)
 
     def _run(self) -> None:
         while True:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PACKAGES = ("schemas/spark_schemas", "runtime/spark_runtime", "agent/spark_agent", "service/spark_service")
-DATA = {".sql", ".md", ".gguf", ".typed", ".cpp", ".cu", ".h", ".json"}
+DATA = {".sql", ".md", ".gguf", ".typed", ".cpp", ".cu", ".h", ".json", ".html", ".js", ".css", ".svg", ".txt"}
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,7 @@ from spark_service.dashboard.privacy_views import (
     received_of,
     rules_of,
 )
+from spark_service.dashboard.team import flush_agents
 from spark_service.db.activity import received, session_parts
 from spark_service.db.audit import entries_before
 from spark_service.errors import FormError
@@ -61,6 +62,7 @@ def add_privacy(router: APIRouter, dashboard: Dashboard) -> None:
 
 def _privacy(dashboard: Dashboard) -> PrivacyView:
     def count() -> ReceivedView:
+        flush_agents(dashboard.store)
         with dashboard.store.snapshot() as cursor:
             return received_of(received(cursor))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import logging
 from collections import defaultdict
 from typing import get_args
 
@@ -24,9 +25,11 @@ from spark_service.dashboard.team_views import (
 )
 from spark_service.db.activity import LiveSize, live_sizes, sessions_by_day, uploads_by_version
 from spark_service.db.store import Store
-from spark_service.errors import RequestError
+from spark_service.errors import RequestError, StorageError
 
-__all__ = ["add_team", "read_activity", "read_judged", "team_of"]
+__all__ = ["add_team", "flush_agents", "read_activity", "read_judged", "team_of"]
+
+log = logging.getLogger(__name__)
 
 _EPOCH = dt.date(1970, 1, 1)
 
@@ -69,6 +72,7 @@ def read_activity(store: Store, catalog: Catalog) -> Activity:
                 for of_side in tally.sides.values():
                     for day, one in of_side.items():
                         days[day] += one.votes.tokens
+    flush_agents(store)
     with store.snapshot() as cursor:
         counts = sessions_by_day(cursor)
         agents = uploads_by_version(cursor, _recent())
@@ -100,6 +104,15 @@ def _recently(store: Store) -> tuple[list[LiveSize], dict[tuple[str, str], int]]
         if one.day > first:
             recent[one.fingerprint, one.workload] += one.calibration + one.held_out
     return sizes, recent
+
+
+def flush_agents(store: Store) -> None:
+    """Let what is shown include the uploads of this minute, if the database takes them."""
+    try:
+        store.flush_agents()
+    except StorageError as error:
+        # A full disk is no reason to show nothing: versions of the last minute are missing then.
+        log.warning("versions of agents: %s", error)
 
 
 def _today() -> int:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import datetime as dt
 import re
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import duckdb
 
 __all__ = [
     "OTHER_VERSIONS",
+    "AgentCounts",
     "AgentUploads",
     "LiveSize",
     "Received",
     "SessionsOfDay",
-    "count_agents",
     "live_sizes",
     "received",
     "session_parts",
@@ -92,26 +91,39 @@ class Received:
     """Days since 1970."""
 
 
-def count_agents(cursor: duckdb.DuckDBPyConnection, uploads: Iterable[tuple[str, int]]) -> None:
-    """Add uploads, each as (version, histograms), to those of the day, in the transaction that stores them."""
-    sent, histograms = Counter[str](), Counter[str]()
-    for version, count in uploads:
-        name = version if _VERSION.fullmatch(version) else OTHER_VERSIONS
-        sent[name] += 1
-        histograms[name] += count
-    known = cursor.execute("SELECT agent_version FROM agent_uploads WHERE received_day = current_date").fetchall()
-    versions = {row[0] for row in known}
-    for name in sent:
-        if name not in versions and len(versions) >= _MOST_VERSIONS_A_DAY:
-            kept = OTHER_VERSIONS
-        else:
-            kept = name
-            versions.add(name)
-        cursor.execute(
-            "INSERT INTO agent_uploads (agent_version, uploads, histograms) VALUES (?, ?, ?) ON CONFLICT DO UPDATE "
-            "SET uploads = uploads + excluded.uploads, histograms = histograms + excluded.histograms",
-            [kept, sent[name], histograms[name]],
-        )
+class AgentCounts:
+    """Uploads by version that are not in the database yet. Not for several threads.
+
+    A statement in every commit would cost uploads more than these numbers are worth.
+    """
+
+    def __init__(self) -> None:
+        self._uploads, self._histograms = Counter[str](), Counter[str]()
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._uploads)
+
+    def add(self, version: str, histograms: int) -> None:
+        """Count an upload; what looks like no version, and what comes after too many, is one."""
+        known = version in self._uploads or len(self._uploads) < _MOST_VERSIONS_A_DAY
+        name = version if known and _VERSION.fullmatch(version) else OTHER_VERSIONS
+        self._uploads[name] += 1
+        self._histograms[name] += histograms
+
+    def store(self, cursor: duckdb.DuckDBPyConnection) -> None:
+        """Add them to those of the day."""
+        found = cursor.execute("SELECT agent_version FROM agent_uploads WHERE received_day = current_date").fetchall()
+        versions = {row[0] for row in found}
+        for name, uploads in self._uploads.items():
+            kept = name if name in versions or len(versions) < _MOST_VERSIONS_A_DAY else OTHER_VERSIONS
+            versions.add(kept)
+            cursor.execute(
+                "INSERT INTO agent_uploads (agent_version, uploads, histograms) VALUES (?, ?, ?) "
+                "ON CONFLICT DO UPDATE SET uploads = uploads + excluded.uploads, "
+                "histograms = histograms + excluded.histograms",
+                [kept, uploads, self._histograms[name]],
+            )
 
 
 def sessions_by_day(cursor: duckdb.DuckDBPyConnection) -> list[SessionsOfDay]:

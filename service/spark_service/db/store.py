@@ -19,7 +19,7 @@ from spark_schemas.api import UploadReceipt
 from spark_schemas.histogram import HistogramUpload
 from spark_schemas.ids import Phase
 from spark_schemas.model import ModelShape
-from spark_service.db.activity import count_agents
+from spark_service.db.activity import AgentCounts
 from spark_service.db.aging import age_out, registered_segments
 from spark_service.db.audit import record, record_uploads
 from spark_service.db.batch import Batch, KeyedUpload, Known, StoredReceipt, plan_batch
@@ -66,6 +66,7 @@ class Store:
         self._writing = threading.Lock()
         self._copying = threading.Lock()
         self._deletions = 0
+        self._agents = AgentCounts()
         self._group_commit = GroupCommit(self.add_batch)
 
     @classmethod
@@ -89,8 +90,11 @@ class Store:
     def close(self) -> None:
         """Commit what was submitted, wait for a running write and a running copy, then checkpoint and close."""
         self._group_commit.close()
-        with self._copying, self._writing:
-            self._database.close()
+        try:
+            self.flush_agents()
+        finally:
+            with self._copying, self._writing:
+                self._database.close()
 
     @property
     def path(self) -> Path:
@@ -170,10 +174,24 @@ class Store:
         A refused upload leaves no trace and keeps no other one out. Raises :class:`StorageError` when nothing could be
         stored.
         """
-        with self._writing, self._database.transaction() as cursor:
-            batch = plan_batch(uploads, _known(cursor, uploads))
-            _write(cursor, batch)
+        with self._writing:
+            with self._database.transaction() as cursor:
+                batch = plan_batch(uploads, _known(cursor, uploads))
+                _write(cursor, batch)
+            for version, histograms in batch.agents:
+                self._agents.add(version, histograms)
         return batch.outcomes
+
+    def flush_agents(self) -> None:
+        """Store which versions of the agent have uploaded since the last time; a crash loses what came since then.
+
+        Raises :class:`StorageError`; what could not be stored is tried again at the next call.
+        """
+        with self._writing:
+            if self._agents:
+                with self._database.transaction(counted=False) as cursor:
+                    self._agents.store(cursor)
+                self._agents = AgentCounts()
 
     def delete_session(self, session_hash: str, actor: str = "cli") -> int:
         """Remove every part of a session, for all models and workloads, and keep it from coming back.
@@ -356,7 +374,6 @@ def _write(cursor: duckdb.DuckDBPyConnection, batch: Batch) -> None:
         }
         _insert_columns(cursor, "uploads", receipts)
         record_uploads(cursor, batch.entries)
-        count_agents(cursor, batch.agents)
 
 
 def _insert_columns(cursor: duckdb.DuckDBPyConnection, table: str, columns: Mapping[str, Sequence[object]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from spark_service.db.activity import AgentUploads, LiveSize, SessionsOfDay, rec
 from spark_service.db.drift import save_state
 from spark_service.db.store import Store
 from spark_service.drift import State
+from spark_service.errors import StorageError
 from spark_service.retention import apply_retention
 
 GB = 10**9
@@ -199,6 +201,9 @@ def test_versions_beyond_the_first_of_a_day_are_one(store: Store, make: Any) -> 
     for index in range(70):
         upload = make.upload(shape, [make.session(shape, make.hash(index), seed=index, decode=5)])
         store.add_upload(upload.model_copy(update={"agent_version": f"1.{index}"}), f"k{index}", f"k{index}")
+        if index == 40:
+            store.flush_agents()
+    store.flush_agents()
     with store.reading() as cursor:
         found = uploads_by_version(cursor, dt.date(1970, 1, 1))
     assert len(found) == 65
@@ -209,9 +214,31 @@ def test_versions_beyond_the_first_of_a_day_are_one(store: Store, make: Any) -> 
 def test_counts_of_versions_go_with_their_day(store: Store, make: Any) -> None:
     shape = make.shape()
     store.add_upload(make.upload(shape, make.sessions(shape, 2, 0, decode=5)), "a", "a")
+    store.flush_agents()
     with store.writing() as cursor:
         for table in ("parts", "agent_uploads"):
             cursor.execute(f"UPDATE {table} SET received_day = current_date - 50")
     apply_retention(store, 30, dt.datetime.now(dt.UTC).date(), "cli")
     with store.reading() as cursor:
         assert uploads_by_version(cursor, dt.date(1970, 1, 1)) == []
+
+
+def test_versions_outlive_a_restart_and_a_refusal(tmp_path: Path, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, path = make.shape(), tmp_path / "again.duckdb"
+    store = Store.open(path)
+    store.add_upload(make.upload(shape, make.sessions(shape, 2, 0, decode=5)), "a", "a")
+
+    def refuse(*_: object) -> None:
+        raise StorageError("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("spark_service.db.activity.AgentCounts.store", refuse)
+        with pytest.raises(StorageError):
+            store.flush_agents()
+    store.close()
+    opened = Store.open(path)
+    with opened.reading() as cursor:
+        assert [(one.version, one.histograms) for one in uploads_by_version(cursor, dt.date(1970, 1, 1))] == [
+            ("0.1.0", 2)
+        ]
+    opened.close()
