@@ -7,7 +7,7 @@ host replays; without one the host decides in both, and the test shows that the 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -63,7 +63,13 @@ class Recorder(SessionCounts):
         super().__init__(shape)
         self.calls: list[Call] = []
 
-    def add(self, phase: Phase, n_tokens: int, ids: Sequence[np.ndarray]) -> None:
+    def add(
+        self,
+        phase: Phase,
+        n_tokens: int,
+        ids: Sequence[np.ndarray],
+        hidden: Mapping[str, Sequence[np.ndarray]] | None = None,
+    ) -> None:
         self.calls.append((phase, [np.array(selected) for selected in ids]))
 
 
