@@ -23,13 +23,12 @@ from spark_service.dashboard.forms import FIELD, FormGuard
 from spark_service.dashboard.logins import cookie_of, holder_of
 from spark_service.tokens import holds
 
-__all__ = ["Renderer", "accepts_gzip", "day_text", "size_text", "visible_text"]
+__all__ = ["Renderer", "accepts_gzip", "day_text", "visible_text"]
 
 _TEMPLATES = Path(__file__).with_name("templates")
 _GZIP_LEVEL = 5
 _SMALLEST_BYTES = 512
 """Less is not made smaller by compressing."""
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _NAVIGATION = (
     ("/", "Team"),
     ("/profiles", "Profiles"),
@@ -57,7 +56,7 @@ class Renderer:
             number=lambda value: f"{value:,}",
             percent=lambda value, digits=1: f"{100 * value:.{digits}f}%",
             points=lambda value: f"{100 * value:+.1f}",
-            size=size_text,
+            size=lambda n_bytes: words.size(round(n_bytes)),
             short=_short,
             visible=visible_text,
             day=day_text,
@@ -132,16 +131,6 @@ def accepts_gzip(request: Request) -> bool:
         if coding.strip() in ("gzip", "*"):
             return parameters.replace(" ", "") not in ("q=0", "q=0.0", "q=0.00", "q=0.000")
     return False
-
-
-def size_text(n_bytes: float) -> str:
-    """Bytes with three digits and a decimal unit, as everywhere in Spark: 1 GB is 10^9 bytes."""
-    value, unit = float(n_bytes), 0
-    while abs(value) >= 999.5 and unit < len(_UNITS) - 1:
-        value /= 1000
-        unit += 1
-    digits = 0 if unit == 0 or abs(value) >= 99.95 else 1
-    return f"{value:.{digits}f} {_UNITS[unit]}"
 
 
 def day_text(day: int | dt.date) -> str:

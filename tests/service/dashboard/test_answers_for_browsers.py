@@ -13,7 +13,6 @@ from starlette.testclient import TestClient
 
 from spark_service.dashboard.assets import Asset, Assets
 from spark_service.dashboard.middleware import HEADERS
-from spark_service.dashboard.render import size_text
 
 
 def test_every_answer_has_the_policy(admin: Any, visit: Callable[..., Any]) -> None:
@@ -92,18 +91,3 @@ def test_a_bug_is_a_page_too(visit: Callable[..., Any], admin: Any, monkeypatch:
     loud = TestClient(admin.client.app, cookies=admin.client.cookies)
     with pytest.raises(ZeroDivisionError):
         loud.get("/")  # so that the server logs it
-
-
-@pytest.mark.parametrize(
-    ("n_bytes", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1.0 kB"),
-        (99_949, "99.9 kB"),
-        (999_500, "1.0 MB"),
-        (18_300_000_000, "18.3 GB"),
-    ],
-)
-def test_sizes(n_bytes: int, text: str) -> None:
-    assert size_text(n_bytes) == text
