@@ -44,3 +44,11 @@ def make() -> Any:
     from synthetic_sessions import Make
 
     return Make()
+
+
+def pytest_unconfigure() -> None:
+    """llama-cpp-python opens the null device twice and never closes it, of which Python would complain at the end."""
+    utilities = sys.modules.get("llama_cpp._utils")
+    if utilities is not None:
+        utilities.outnull_file.close()
+        utilities.errnull_file.close()

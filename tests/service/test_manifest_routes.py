@@ -139,8 +139,9 @@ def test_ready_answers_read_no_database(
     def refuse(*_: object) -> None:
         raise AssertionError("a query")
 
-    monkeypatch.setattr(store._database, "_new_cursor", refuse)
-    assert [filled.get(one).content for one in paths] == before
+    with monkeypatch.context() as patched:
+        patched.setattr(store._database, "_new_cursor", refuse)
+        assert [filled.get(one).content for one in paths] == before
 
 
 def test_a_write_elsewhere_costs_no_placement(

@@ -79,6 +79,7 @@ class Gate:
 def quiet(pair: Any, until: Any, caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
     """Afterwards nothing runs, waits, or was logged, and no task is left."""
     until(lambda: pair.worker.load.running == pair.worker.waiting == 0)
+    pair.worker.call(lambda: None).result(60)
     before = pair.tasks()
     pair.reports.clear()
     yield pair

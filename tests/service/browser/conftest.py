@@ -66,8 +66,9 @@ def chromium() -> str | None:
     return os.environ.get("CHROMIUM") or next((found for name in NAMES if (found := shutil.which(name))), None)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    """For one module: while it is open its event loop runs in this thread, where other tests run theirs."""
     path = chromium()
     if path is None:
         if os.environ.get("REQUIRE_BROWSER"):
