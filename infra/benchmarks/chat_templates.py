@@ -41,6 +41,7 @@ class _NoEngine:
     """All that a chat format asks of an engine, for a template without a model."""
 
     n_vocab, n_ctx = 8192, 1 << 30
+    tool_template = None
 
     def __init__(self, template: str) -> None:
         self.chat_template = template

@@ -163,11 +163,7 @@ class _Reader:
 def read_claude(lines: Iterable[tuple[int, dict[str, object]]], problems: Problems) -> Parsed:
     """Read one session from its lines; problems of single lines are counted, not raised."""
     reader = _Reader(problems)
-    for number, record in lines:
-        try:
-            reader.line(number, record)
-        except RecursionError:
-            problems.add(number, "found JSON nested too deeply, expected a message")
+    problems.each(lines, reader.line, "a message")
     turns = reader.turns.turns()
     if not turns:
         if reader.sidechains:
@@ -175,14 +171,9 @@ def read_claude(lines: Iterable[tuple[int, dict[str, object]]], problems: Proble
                 f"found only sub-agent lines ({reader.sidechains}), expected a main conversation; "
                 "sub-agents belong to the session that started them"
             )
-        raise UnusableError(_nothing("user or assistant messages", problems))
+        raise UnusableError(problems.nothing())
     root = reader.root
     return Parsed(turns, root.lineage(turns[0].text), problems, root.continues, tuple(root.summaries), root.opened)
-
-
-def _nothing(expected: str, problems: Problems) -> str:
-    detail = f" ({problems.summary()})" if problems.count else ""
-    return f"found no text to use, expected {expected}{detail}"
 
 
 def _string(block: dict[str, object], key: str) -> str:

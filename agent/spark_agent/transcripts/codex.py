@@ -143,17 +143,12 @@ class _Reader:
 def read_codex(lines: Iterable[tuple[int, dict[str, object]]], problems: Problems) -> Parsed:
     """Read one rollout from its lines; problems of single lines are counted, not raised."""
     reader = _Reader(problems)
-    for number, record in lines:
-        try:
-            reader.line(number, record)
-        except RecursionError:
-            problems.add(number, "found JSON nested too deeply, expected a rollout item")
+    problems.each(lines, reader.line, "a rollout item")
     turns, root = reader.items.turns(), reader.root
     if not any(turn.role in ("user", "assistant") for turn in turns):
         turns, root = reader.events.turns(), reader.event_root
     if not turns:
-        detail = f" ({problems.summary()})" if problems.count else ""
-        raise UnusableError(f"found no text to use, expected user or assistant messages{detail}")
+        raise UnusableError(problems.nothing())
     return Parsed(turns, root.lineage(turns[0].text), problems)
 
 

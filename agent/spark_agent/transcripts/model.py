@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -110,6 +111,24 @@ class Problems:
         if len(self.kinds) < 2:
             return told
         return f"{told}; in all: {', '.join(f'{number} times {kind}' for kind, number in self.kinds.most_common())}"
+
+    def each(
+        self,
+        lines: Iterable[tuple[int, dict[str, object]]],
+        take: Callable[[int, dict[str, object]], None],
+        expected: str,
+    ) -> None:
+        """Hand over every line; one whose JSON is nested too deeply is counted."""
+        for number, record in lines:
+            try:
+                take(number, record)
+            except RecursionError:
+                self.add(number, f"found JSON nested too deeply, expected {expected}")
+
+    def nothing(self) -> str:
+        """What is wrong with a conversation without any text."""
+        detail = f" ({self.summary()})" if self.count else ""
+        return f"found no text to use, expected user or assistant messages{detail}"
 
 
 @dataclass(frozen=True, slots=True)

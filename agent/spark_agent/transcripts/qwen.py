@@ -68,15 +68,10 @@ class _Reader:
 def read_qwen(lines: Iterable[tuple[int, dict[str, object]]], problems: Problems) -> Parsed:
     """Read one session from its lines; problems of single lines are counted, not raised."""
     reader = _Reader(problems)
-    for number, record in lines:
-        try:
-            reader.line(number, record)
-        except RecursionError:
-            problems.add(number, "found JSON nested too deeply, expected a message")
+    problems.each(lines, reader.line, "a message")
     turns = reader.turns.turns()
     if not turns:
-        detail = f" ({problems.summary()})" if problems.count else ""
-        raise UnusableError(f"found no text to use, expected user or assistant messages{detail}")
+        raise UnusableError(problems.nothing())
     root = reader.root
     return Parsed(turns, root.lineage(turns[0].text), problems, root.continues, tuple(root.summaries))
 

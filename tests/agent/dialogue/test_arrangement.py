@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from itertools import pairwise
+from pathlib import Path
 
+import families
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +15,7 @@ from spark_agent.dialogue.arrangement import arranged
 from spark_agent.dialogue.messages import Message, ToolCall
 from spark_runtime.chat import TemplateSupport
 
+BENCHMARK = Path(__file__).resolve().parents[3] / "infra/benchmarks/chat_templates.py"
 ALL = TemplateSupport(tools=True, object_arguments=True, results=True)
 
 
@@ -82,3 +87,12 @@ def test_nothing_is_lost_and_nothing_is_left_that_is_refused(shape, flags):
     for before, after in pairwise(roles):
         assert support.repeated_roles or before != after or after not in ("user", "assistant")
         assert support.user_after_result or (before, after) != ("tool", "user")
+
+
+def test_templates_are_counted_by_the_benchmark(tmp_path: Path) -> None:
+    (tmp_path / "free.jinja").write_text(families.QWEN3)
+    (tmp_path / "strict.jinja").write_text(families.MISTRAL_NEMO)
+    command = [sys.executable, str(BENCHMARK), str(tmp_path)]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert "2 templates: " in told
+    assert "2 after arrangement" in told

@@ -35,7 +35,7 @@ def reminder(day: int) -> str:
 
 
 def claude_code(day: int, *rest: tuple[str, str], task: str = TASK) -> list[Turn]:
-    system = f"You are a coding assistant.\n<env>\nWorking directory: /home/a\nToday's date: 2026-11-{day}\n</env>"
+    system = f"You are a coding assistant.\n<env>\nWorking directory: somewhere\nToday's date: 2026-11-{day}\n</env>"
     return turns(("system", system), ("user", reminder(day) + task + reminder(day)), *rest)
 
 
