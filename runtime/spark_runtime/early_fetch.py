@@ -22,7 +22,7 @@ class EarlyFetch:
 
     experts: int = 1
     """At most so many a layer and token: the budget of the link. 0 fetches, guesses and learns nothing. One fits beside
-    a layer's computation on the cards that were measured; more are waited for."""
+    a layer's computation on the cards that were measured."""
     threshold: float = 0.3
     """The least guess, about the chance of being selected, that is worth a copy."""
     learning: bool = True

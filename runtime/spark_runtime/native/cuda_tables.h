@@ -11,8 +11,8 @@ namespace spark {
 
 class cuda_tables {
   public:
-    // `fault` is host memory that the GPU writes to.
-    cuda_tables(const cuda & gpu, const tier_class & of, CUdeviceptr fault);
+    // `fault` is host memory that the GPU writes to, `urgent` the GPU's count of blocks that copy what was chosen.
+    cuda_tables(const cuda & gpu, const tier_class & of, CUdeviceptr fault, uint32_t * urgent);
     cuda_tables(const cuda_tables &) = delete;
     cuda_tables & operator=(const cuda_tables &) = delete;
 
