@@ -107,7 +107,7 @@ def test_a_second_process_is_told_who_owns_the_file(database: Database) -> None:
         "except DatabaseLockedError as error: print(error.message, '|', error.hint)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(database.path)], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code, str(database.path)], capture_output=True, text=True, check=True, timeout=240
     )
     assert str(database.path) in done.stdout
     assert f"process {os.getpid()} (python" in done.stdout

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from agent_process import KEY, chat, ended, running
+from agent_process import END_S, KEY, chat, ended, running
 
 LONG = "Write a function that reads a file of numbers, one a line, and gives their median."
 
@@ -88,7 +88,7 @@ def test_a_killed_agents_open_conversations_can_be_recorded_once_another_one_sta
         write(sessions / "long.jsonl", LONG, chat(start, LONG), dt.datetime.now(dt.UTC))
         assert agent_cli(*record).json["served"] == 1
         process.kill()
-        process.wait(20)
+        process.wait(END_S)
     assert kept() == []
     with running() as (process, _):
         assert agent_cli(*record).json["sessions"] == 1
