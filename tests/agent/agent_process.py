@@ -16,7 +16,7 @@ import httpx
 
 KEY = b"k" * 16
 """Of session hashes."""
-START_S, END_S = 250.0, 120.0
+START_S, END_S = 600.0, 120.0
 """The first start of all builds the native library, beside whatever else the machine does."""
 
 

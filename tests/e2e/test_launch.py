@@ -43,7 +43,7 @@ def agent(tmp_path_factory) -> Iterator[dict]:
     ) as process:
         try:
             assert process.stdout is not None
-            ready, _, _ = select.select([process.stdout], [], [], 250)
+            ready, _, _ = select.select([process.stdout], [], [], 600)
             assert ready
             yield json.loads(process.stdout.readline())
         finally:

@@ -94,7 +94,7 @@ def program(code: str, model: Path) -> list[str]:
     return [sys.executable, "-c", HEAD.format(helpers=str(HELPERS), model=str(model)) + code]
 
 
-def in_process(code: str, model: Path, *, timeout: float = 240) -> str:
+def in_process(code: str, model: Path, *, timeout: float = 600) -> str:
     """Run code that may crash; how it ends and what it prints."""
     try:
         answer = subprocess.run(program(code, model), capture_output=True, text=True, timeout=timeout, check=False)
