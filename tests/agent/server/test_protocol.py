@@ -205,7 +205,7 @@ def test_a_client_that_leaves_the_line_is_never_computed(slow, until):
         assert first.recv(15)
         with post(slow, "never wanted"):
             until(lambda: slow.worker.waiting == 1)
-        assert slow.client.get("/health").json()["waiting"] == 1
+            assert slow.client.get("/health").json()["waiting"] == 1
         # Left again: the line is shorter by it, before its turn comes.
         until(lambda: slow.worker.waiting == 0)
         with post(slow, "wanted", max_tokens=1) as last:
