@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from datetime import date, timedelta
+from datetime import UTC, date, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -300,7 +300,7 @@ def test_a_reader_chooses_a_window(store: Store, make: Any) -> None:
     shape, windows = make.shape(), Windows()
     fill(store, make, make.sessions(shape, 6, 4))
     old = [make.hash(n) for n in range(2)] + [make.hash(n, "held_out") for n in range(2)]
-    received(store, date.today() - timedelta(days=40), *old)
+    received(store, datetime.now(UTC).date() - timedelta(days=40), *old)
     catalog = Catalog(store, windows=windows, min_sessions=3)
 
     def profile(workload: str = "code", **bounds: Any) -> Any:
@@ -313,7 +313,7 @@ def test_a_reader_chooses_a_window(store: Store, make: Any) -> None:
     assert fading.layers != everything.layers
     assert profile(days=0, half_life_days=0) is everything
     assert profile(days=90).layers == everything.layers
-    received(store, date.today() - timedelta(days=40), *(make.hash(n) for n in range(5)))
+    received(store, datetime.now(UTC).date() - timedelta(days=40), *(make.hash(n) for n in range(5)))
     catalog = Catalog(store, windows=windows, min_sessions=3)
     with pytest.raises(RequestError) as caught:
         profile(days=30)
@@ -324,7 +324,7 @@ def test_a_reader_chooses_a_window(store: Store, make: Any) -> None:
 def test_the_services_own_window_is_what_nobody_asks_for(store: Store, make: Any) -> None:
     shape, windows = make.shape(), Windows(30)
     fill(store, make, make.sessions(shape, 4, 2))
-    received(store, date.today() - timedelta(days=40), make.hash(0))
+    received(store, datetime.now(UTC).date() - timedelta(days=40), make.hash(0))
     catalog = Catalog(store, windows=windows)
     assert catalog.profile(shape.fingerprint, "code", "decode").n_calibration == 3
     everything = windows.chosen(0, None)

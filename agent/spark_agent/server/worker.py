@@ -227,14 +227,15 @@ class Worker:
         self._tell(running, error)
 
     def _tell(self, running: Running, error: Exception | None) -> None:
+        # Reported first: whoever has an answer finds it in the numbers.
+        if self._on_done is not None:
+            report = running.report(error)
+            self._keep(lambda on_done=self._on_done: on_done(report))  # type: ignore[misc]
         # The request is answered with the error, whatever it was; the thread serves the others.
         if error is not None:
             running.generation.emit(error)
         elif running.finished is not None:
             running.generation.emit(running.finished)
-        if self._on_done is not None:
-            report = running.report(error)
-            self._keep(lambda on_done=self._on_done: on_done(report))  # type: ignore[misc]
 
     def _tidy(self) -> None:
         # Where nobody waits for it; but now and then, however much there is to do.

@@ -12,6 +12,7 @@ from spark_agent.server.generation import Finished, Generation, GenerationReport
 from spark_agent.server.sessions import LiveSessions
 from spark_agent.server.worker import Worker
 from spark_runtime.engine import Engine, EngineOptions
+from spark_runtime.errors import ContextFullError
 from spark_runtime.model_shape import read_model_shape
 from spark_runtime.models import demo_model_path
 from spark_runtime.sampling import Sampling
@@ -65,7 +66,7 @@ def answers(n_seq_max: int, tier: Any, *, at_once: bool) -> tuple[list[Any], dic
             worker.start()
         try:
             found = asyncio.run(ask())
-            assert worker.call(lambda: 7).result(10) == 7
+            assert worker.call(lambda: 7).result(120) == 7
             assert (worker.load.running, worker.load.waiting, worker.load.sequences) == (0, 0, n_seq_max)
         finally:
             worker.stop()
@@ -131,5 +132,37 @@ def test_a_grammar_that_hangs_makes_only_its_own_request_wait(monkeypatch: pytes
         try:
             asyncio.run(asyncio.wait_for(ask(), 60))
             assert worker.load.running == 0
+        finally:
+            worker.stop()
+
+
+@pytest.mark.parametrize("prompt", [1, 600], ids=["an answer", "an error"])
+def test_the_numbers_of_an_answer_are_there_before_its_end(prompt: int) -> None:
+    """Whoever has been answered can ask what it took."""
+    order: list[str] = []
+
+    class Followed(Generation):
+        def emit(self, event: Any) -> None:
+            order.append("error" if isinstance(event, Exception) else type(event).__name__)
+            super().emit(event)
+
+    with Engine.load(demo_model_path(), EngineOptions(n_ctx=512, n_threads=1, n_outputs_max=1)) as engine:
+        sessions = LiveSessions(engine.shape, lambda *_: None, lambda: 0.0)
+        worker = Worker(engine, sessions, lambda error: None, on_done=lambda report: order.append(report.outcome))
+        worker.start()
+
+        async def ask() -> None:
+            tokens = engine.tokenize(PROMPTS[0])[:1] * prompt
+            worker.submit(generation := Followed("x", tokens, Sampling(temperature=0.0), 3, ()))
+            await heard(generation)
+
+        try:
+            if prompt == 1:
+                asyncio.run(ask())
+                assert order[-2:] in (["length", "Finished"], ["stop", "Finished"])
+            else:
+                with pytest.raises(ContextFullError):
+                    asyncio.run(ask())
+                assert order == ["error", "error"]
         finally:
             worker.stop()
