@@ -341,7 +341,9 @@ def _rate(machine: Machine, row: Row, source: Source, plan: Plan) -> float | Non
     if row.phase != "prefill":
         if row.loads_per_token is None:
             return None
-        return round(machine.decode_tok_s(row.loads_per_token, expert_bytes, pageable), 2)
+        known = machine if machine.n_layers else replace(machine, n_layers=len(source.layers))
+        early = row.early_layers_per_token
+        return round(known.decode_tok_s(row.loads_per_token, expert_bytes, pageable, early), 2)
     if machine.prompt_token_s is None or machine.link_bytes_per_s is None or ubatch <= MAX_SLOT_TOKENS:
         return None
     absent = sum(layer.n_experts for layer in source.layers) * (1 - row.residency) / len(source.layers)
