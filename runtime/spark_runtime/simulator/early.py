@@ -13,7 +13,7 @@ from spark_runtime.simulator.guesses import Guesses
 if TYPE_CHECKING:
     from spark_runtime.simulator.pools import Keys
 
-__all__ = ["EarlyCopies", "EarlyTable", "Guessed"]
+__all__ = ["EarlyCopies", "EarlyTable", "Guessed", "turns"]
 
 IntArray = NDArray[np.int64]
 
@@ -45,6 +45,13 @@ class EarlyCopies:
         return cls(*(np.zeros(shape, np.uint32) for _ in range(3)))
 
 
+def turns(lanes: IntArray) -> IntArray:
+    """Of rising numbers of lanes, for each how many of its own lane stand before it."""
+    counts = np.bincount(lanes)
+    found: IntArray = np.arange(len(lanes)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return found
+
+
 class EarlyTable:
     """What is fetched early in a chunk's lanes."""
 
@@ -73,12 +80,14 @@ class EarlyTable:
         of_layer = experts.astype(np.int64) + layer * (keys.key.shape[1] // self._counts.shape[1])
         entries = of_layer + keys.first
         absent = guessed & ~keys.resident.reshape(-1)[entries]
-        turns = np.cumsum(absent, axis=1) - 1
-        lanes, places = np.nonzero(absent & (turns < self._most))
+        lanes, places = np.nonzero(absent)
         if not len(lanes):
             return
+        turn = turns(lanes)
+        within = turn < self._most
+        lanes, places, turn = lanes[within], places[within], turn[within]
         keys.spare_guessed(layer, entries[guessed])
-        wanted, turn = of_layer[lanes, places], turns[lanes, places]
+        wanted = of_layer[lanes, places]
         for number in range(int(turn.max()) + 1):
             at = turn == number
             keys.replace(layer, lanes[at], wanted[at], layer - 1)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from spark_runtime.simulator.early import EarlyCopies, EarlyTable, Guessed
+from spark_runtime.simulator.early import EarlyCopies, EarlyTable, Guessed, turns
 from spark_runtime.simulator.lanes import Lanes, Run
 
 __all__ = ["WAITING_DOUBLINGS", "Keys", "PoolStarts", "Replayed", "replay_pools"]
@@ -269,8 +269,7 @@ class Keys:
             wanted = entries[lanes, places]
             if self.shared:
                 self.lowest[:, layer] = self.by_layer[:, layer].min(axis=1)
-            counts = np.bincount(lanes)
-            turn = np.arange(len(lanes)) - np.repeat(np.cumsum(counts) - counts, counts)
+            turn = turns(lanes)
             for number in range(int(turn.max()) + 1):
                 at = turn == number
                 self.replace(layer, lanes[at], wanted[at], layer)
@@ -323,14 +322,14 @@ class Keys:
         first, of_layer = lanes * self.key.shape[1], lanes * self.pools.n_layers
         lowest = np.where(self.at_floor[lanes], _NEVER, self.lowest[lanes])
         lowest[:, layer] = self.lowest[lanes, layer]
+        owner = lowest.argmin(axis=1)
         if layer != current:
-            free = lowest.min(axis=1) < _TOUCHED
+            free = lowest.reshape(-1)[np.arange(0, lowest.size, self.pools.n_layers) + owner] < _TOUCHED
             if not free.all():
-                lanes, wanted, lowest = lanes[free], wanted[free], lowest[free]
+                lanes, wanted, owner = lanes[free], wanted[free], owner[free]
                 first, of_layer = first[free], of_layer[free]
                 if not len(lanes):
                     return
-        owner = lowest.argmin(axis=1)
         of_owner = of_layer + owner
         of_layer += layer
         theirs = self.by_layer.reshape(-1, n_experts)[of_owner]
