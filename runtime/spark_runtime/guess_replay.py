@@ -19,6 +19,8 @@ __all__ = ["NativeGuesser"]
 
 IntArray = NDArray[np.int64]
 _NEVER = 2**31 - 1
+_MOST_EXPERTS = 1024
+"""Of a layer (``native/device_tables.h``); more are not guessed by anything that runs."""
 _FOUND_AT_ONCE = 2**18
 """Guesses for which there is room in one call."""
 _ADDRESS, _SIZE, _I32, _U32 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int32, ctypes.c_uint32
@@ -89,6 +91,8 @@ class _Predictor:
 
     def __init__(self, of: LayerClass) -> None:
         self._library = _library()
+        if of.n_experts > _MOST_EXPERTS:
+            raise TierError(f"{of.n_experts} experts of a layer, expected at most {_MOST_EXPERTS}")
         self._n_experts, self._n_layers = of.n_experts, len(of.layers)
         sizes = np.full(self._n_layers, of.n_experts, dtype=np.uint32)
         handle: int = self._library.spark_predictor_new(sizes.ctypes.data, len(sizes))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,7 +32,7 @@ def page(root: Path) -> str:
 def test_tables_are_made_of_the_results(made: ModuleType, page: str) -> None:
     """`infra/benchmarks/measured_tables.py --write` puts them there."""
     tables = list(made.tables())
-    assert len({table[0] for table in tables}) == len(tables) == 9
+    assert len({table[0] for table in tables}) == len(tables) == 10
     for table in tables:
         assert made.placed(page, table) == page, table[0]
     for sentence in made.sentences():
@@ -44,6 +46,18 @@ def test_a_number_that_is_another_is_noticed(made: ModuleType, page: str) -> Non
     assert made.placed(page, changed) != page
     with pytest.raises(ValueError, match="0 tables"):
         made.placed(page, ["| another |", "|---|"])
+
+
+def test_predictions_of_fetching_early_come_out_again(root: Path, tmp_path: Path) -> None:
+    """By the command in the document, of other results alone."""
+    results = root / "infra/benchmarks/results"
+    sources = {"measured": "early-fetch-h200", "link": "link-h200", "bench": "bench-h200-prefetch"}
+    arguments = [part for name, file in sources.items() for part in (f"--{name}", results / f"{file}.json")]
+    command = [sys.executable, root / "infra/benchmarks/predicted_early.py", *arguments, "--out", tmp_path / "a.json"]
+    subprocess.run(command, check=True, capture_output=True)
+    assert json.loads((tmp_path / "a.json").read_text()) == json.loads(
+        (results / "predicted-early-h200.json").read_text()
+    )
 
 
 def test_the_front_page_says_the_same(root: Path) -> None:

@@ -290,7 +290,11 @@ def _tune(plan: Plan, study: Study, residency: float, report: Report) -> None:
                 slots = _slots(study, residency, profile, sharing)
                 found = tune(study, cache, slots, profile)
                 cache = replace(cache, decay=found.decay, prior_tokens=found.prior_tokens)
-                row = _row(study.judge(cache, slots, profile, plan.positions), cache, profile, residency, slots)
+                start = early_start(plan.guesses, profile, len(study.calibrating))
+                judged = [
+                    (way, study.judge(way, slots, profile, plan.positions))
+                    for way in (cache, *_early_ways(plan, cache, start))
+                ]
             except TraceTooSmallError as error:
                 _note(report, f"{profile} profiles are not tuned: {error}")
                 continue
@@ -306,8 +310,9 @@ def _tune(plan: Plan, study: Study, residency: float, report: Report) -> None:
                     found.tried,
                 )
             )
-            row = replace(row, policy="scored_tuned", sharing=sharing)
-            report.rows.append(_finished(row, study, slots, plan, cache))
+            for way, judgement in judged:
+                row = replace(_row(judgement, way, profile, residency, slots), policy="scored_tuned", sharing=sharing)
+                report.rows.append(_finished(row, study, slots, plan, way))
 
 
 def _predict(report: Report, source: Source, figures: MachineFigures | None, plan: Plan) -> None:

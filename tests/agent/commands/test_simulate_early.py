@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -162,12 +163,45 @@ def test_guesses_start_as_the_profile_does(spark_cli, folder, shape, sessions) -
     assert early["none"]["early_per_selection"] == pytest.approx(expected["early"])
 
 
+def test_speed_is_predicted_from_what_each_layer_fetched(spark_cli, folder, shape, tmp_path) -> None:
+    """Copies of 3 kB at 1 GB/s after 1 us: two of them and the guess are longer than the 10 us of a layer."""
+    n_layers = len(shape.layers)
+    figures = {"token_s": n_layers * 1e-5, "miss_s": 1e-6, "link_bytes_per_s": 1e9, "guess_s": 3e-6}
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(figures))
+    arguments = (*SCORED, "--profile", "own", "--early", "3:0.05", "--machine", path, "--json")
+    rows = spark_cli("simulate", folder, *arguments).json["rows"]
+    off, row = row_of(rows, None), row_of(rows, EarlyFetch(3, 0.05))
+    one, two, three = row["early_layers_per_token"]
+    missed_s = row["loads_per_token"] * 4e-6
+    expected = 1 / (n_layers * 1e-5 + missed_s + two * 1e-6 + three * 5e-6)
+    assert min(one, two, three) > 0
+    assert row["predicted_tok_s"] == pytest.approx(expected, abs=0.01)
+    assert off["predicted_tok_s"] == pytest.approx(1 / (n_layers * 1e-5 + off["loads_per_token"] * 4e-6), abs=0.01)
+    on_host = {**figures, "guess_s": 0.0, "guess_token_s": 1e-5}
+    path.write_text(json.dumps(on_host))
+    row = row_of(spark_cli("simulate", folder, *arguments).json["rows"], EarlyFetch(3, 0.05))
+    expected = 1 / (n_layers * 1e-5 + missed_s + 1e-5 + three * 2e-6)
+    assert row["predicted_tok_s"] == pytest.approx(expected, abs=0.01)
+
+
 def test_a_person_sees_what_was_fetched(spark_cli, folder) -> None:
     asked = spark_cli("simulate", folder, "--policy", "scored", "--residency", 0.4, "--early", "1:0.1")
     head, *lines = asked.out.splitlines()
     assert re.split(r"\s{2,}", head)[10:15] == ["early", "fetched", "used", "wasted", "wasted/token"]
     assert sum("1:0.1 from calibrated" in line for line in lines) == 1
     assert "early" not in spark_cli("simulate", folder, "--policy", "scored", "--residency", 0.4).out
+
+
+def test_tuned_slots_fetch_early_too(spark_cli, folder) -> None:
+    arguments = (*SCORED, "--profile", "mixed", "--early", "2:0.1", "--tune", "--json")
+    report = spark_cli("simulate", folder, *arguments).json
+    [tuned] = report["tuned"]
+    off, row = (row_of([row for row in report["rows"] if row["policy"] == "scored_tuned"], way)
+                for way in (None, EarlyFetch(2, 0.1)))  # fmt: skip
+    assert off["decay"] == row["decay"] == tuned["decay"]
+    assert row["early_guesses"] == "calibrated"
+    assert row["cold_hit_rate"] < off["cold_hit_rate"]
 
 
 def test_a_picture_tells_the_ways_apart(spark_cli, folder, tmp_path) -> None:

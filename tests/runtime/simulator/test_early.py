@@ -236,6 +236,14 @@ def test_weights_of_other_layers_are_refused(weights: Weights) -> None:
         NativeGuesser().guess(trace, of, trace.calls(), 0, weights, learning=True)
 
 
+def test_layers_that_nothing_guesses_are_refused() -> None:
+    ids = np.zeros((1, 1), np.int32)
+    trace = Trace((ids, ids), (1025, 1025), np.array([0, 1]))
+    [of] = trace.classes()
+    with pytest.raises(TierError, match="1025 experts of a layer, expected at most 1024"):
+        NativeGuesser().guess(trace, of, trace.calls(), 0, None, learning=True)
+
+
 def test_what_makes_no_sense_is_refused() -> None:
     trace = related(10, 2, 8, 2, sessions=1)
     [of] = trace.classes()
