@@ -60,6 +60,44 @@ def test_predictions_of_fetching_early_come_out_again(root: Path, tmp_path: Path
     )
 
 
+def short(value: float) -> str:
+    return f"{value:.3f}".removeprefix("0")
+
+
+@pytest.mark.parametrize(
+    ("label", "predictor"),
+    [
+        ("naive Bayes, the layer before", "naive Bayes"),
+        ("ridge regression, two layers before", "ridge"),
+        ("**on the way, two layers before**", "on the way"),
+        ("the same from nothing, tokens 100 to 250", "from nothing, tokens 100 to 250"),
+    ],
+)
+def test_recall_of_guesses_is_that_of_the_results(root: Path, label: str, predictor: str) -> None:
+    decision = (root / "infra/docs/decisions/0015-guesses-by-whole-numbers.md").read_text(encoding="utf-8")
+    rows = json.loads((root / "infra/benchmarks/results/early-fetch-tables.json").read_text())["rows"]
+    cells = [
+        " ".join(short(value) for value in row["recall"])
+        for model in ("gpt-oss-20b", "DeepSeek-V2-Lite", "tiny-q4_0")
+        for row in rows
+        if (row["table"], row["model"], row.get("predictor")) == ("recall", model, predictor)
+    ]
+    assert f"| {label} | {' | '.join(cells)} |\n" in decision
+
+
+def test_the_other_split_is_told_as_it_came_out(root: Path) -> None:
+    decision = (root / "infra/docs/decisions/0015-guesses-by-whole-numbers.md").read_text(encoding="utf-8")
+    rows = json.loads((root / "infra/benchmarks/results/early-fetch-tables-split-1.json").read_text())["rows"]
+    for model, name in (("gpt-oss-20b", "gpt-oss"), ("DeepSeek-V2-Lite", "DeepSeek"), ("nano-q4_0", "nano-q4_0")):
+        of_model = [row for row in rows if row["model"] == model]
+        [recall] = [row["recall"] for row in of_model if row.get("predictor") == "on the way"]
+        assert f"{', '.join(map(short, recall))} ({name}" in decision
+        for residency in (0.3, 0.6):
+            slots = [row for row in of_model if row.get("residency") == residency]
+            rates = {(row["experts"], row["threshold"]): short(row["cold_hit_rate"]) for row in slots}
+            assert f"{rates[0, None]} and {rates[1, 0.3]}" in decision
+
+
 def test_the_front_page_says_the_same(root: Path) -> None:
     """Of routing that others published, in whole percents."""
     rows = json.loads((root / "infra/benchmarks/results/real-routing.json").read_text())["rows"]

@@ -66,7 +66,8 @@ def simulate_command(
         typer.Option(
             metavar="EXPERTS[:THRESHOLD]",
             help="Also replay scored in one pool with so many experts fetched early for a layer and token, from a "
-            f"guess of THRESHOLD on (0.3 if left out), e.g. 1:0.3, which is what run does; {_LIST}.",
+            f"guess of THRESHOLD on (0.3 if left out), e.g. 1:0.3, which is what run does; {_LIST}. Fetched, used and "
+            "wasted are experts for each selection.",
         ),
     ] = None,
     guesses: Annotated[

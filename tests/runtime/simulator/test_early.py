@@ -110,7 +110,7 @@ def counted(pool: SlotPool) -> np.ndarray:
     return np.array([[getattr(count, name) for name in COUNTS] for count in counts])
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=200)
 @given(cases())
 def test_it_fetches_early_as_the_runtime(case: Case) -> None:
     """Every count of every call and layer, from any weights, by any threshold."""
