@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Literal, TypeVar, cast, get_args
 
 from spark_agent.errors import SparkError, UsageError
 from spark_agent.simulation.counts import count_rows, given_profile
+from spark_agent.simulation.early import early_start, given_guesses, is_given, parse_early
 from spark_agent.simulation.rows import Report, Row, TunedRow
 from spark_agent.simulation.sources import Source
+from spark_runtime.early_fetch import EarlyFetch
 from spark_runtime.simulator.policies import CACHES, POLICIES, Cache, PolicyName
 from spark_runtime.simulator.pools import MAX_SLOT_TOKENS
 from spark_runtime.simulator.study import (
@@ -27,6 +29,7 @@ from spark_runtime.simulator.tuning import tune
 if TYPE_CHECKING:
     from spark_agent.simulation.machines import MachineFigures
     from spark_runtime.simulator.cost import Machine
+    from spark_runtime.simulator.guesses import EarlyStart, Guesser
 
 __all__ = ["Plan", "SlotsOf", "run"]
 
@@ -54,6 +57,10 @@ class Plan:
     pageable_share: float
     """Of the copies, from memory that is not locked."""
     tune: bool
+    early: tuple[EarlyFetch, ...]
+    """Ways of fetching early, each beside nothing early."""
+    guesses: str | None
+    """What guesses start from: ``none``, ``calibrated``, ``kept`` or a file; ``None``: as the profile."""
     placed_asked: bool
     """Whether slots by frequency were named: then also for what does not move."""
     asked: bool
@@ -73,10 +80,14 @@ class Plan:
         ubatch: int,
         pageable_share: float,
         tune: bool,
+        early: Sequence[str] = (),
+        guesses: str | None = None,
     ) -> Plan:
         """Check what was typed; raise :class:`UsageError`."""
         if not 0 <= pageable_share <= 1:
             raise UsageError(f"--pageable: found {pageable_share:g}, expected a share from 0 to 1")
+        if guesses is not None and not early:
+            raise UsageError("--guesses says what is fetched early, and nothing is", "pass --early too, e.g. 1:0.3")
         for share in residencies:
             if not 0 < share <= 1:
                 raise UsageError(f"--residency: found {share:g}, expected a share above 0, at most 1", "e.g. 0.6")
@@ -97,6 +108,8 @@ class Plan:
             ubatch=ubatch,
             pageable_share=pageable_share,
             tune=tune,
+            early=parse_early(early),
+            guesses=guesses,
             placed_asked="placed" in sharings,
             asked=bool(policies),
         )
@@ -119,6 +132,12 @@ def run(
 ) -> Report:
     """Simulate; raises :class:`SparkError` when the input cannot answer at all."""
     report = Report([], [], [*source.notes])
+    if plan.early and source.kind != "trace":
+        raise SparkError(
+            "fetching early needs the order of selections, so a trace", "spark-agent record --trace FOLDER"
+        )
+    if plan.early and ("scored" not in plan.policies or "pool" not in plan.sharings):
+        raise UsageError("--early is of the scored policy in one pool", "leave --policy scored and --sharing pool in")
     if source.kind == "trace":
         _trace_rows(plan, source, workload, report, advance)
     else:
@@ -135,6 +154,10 @@ def _trace_rows(
     trace, kept = source.trace(plan.phase)
     given = None if plan.given is None else given_profile(plan.given, source, kept)
     report.notes += [note for note in source.notes if note not in report.notes]
+    guesser = _guesser() if plan.early else None
+    guesses = None
+    if plan.guesses is not None and is_given(plan.guesses):
+        guesses = given_guesses(plan.guesses, source, trace, kept)
     try:
         study = Study(
             trace,
@@ -145,14 +168,18 @@ def _trace_rows(
             prompt_batch=plan.ubatch,
             given=given,
             judged=workload,
+            guesser=guesser,
+            given_guesses=guesses,
         )
     except TraceTooSmallError as error:
         raise SparkError(str(error), "record more sessions with --trace") from error
     report.n_sessions, report.n_calibration = len(study.judging), len(study.calibrating)
     if not study.held_out.any():
         report.notes.append("no session is on the held-out side: all of them judge, and none may calibrate")
+    if plan.early and plan.in_batches:
+        _note(report, "only single tokens are guessed for: nothing is fetched early in calls of several")
     for residency in plan.residencies:
-        for cache, profile, slots_of in _combinations(plan, report):
+        for cache, profile, slots_of in _combinations(plan, report, len(study.calibrating)):
             try:
                 slots = _slots(study, residency, profile, slots_of)
                 row = _row(study.judge(cache, slots, profile, plan.positions), cache, profile, residency, slots)
@@ -173,7 +200,13 @@ def _slots(study: Study, residency: float, profile: ProfileName, slots_of: Slots
     return placed_slots(study.trace, residency, frequency)
 
 
-def _combinations(plan: Plan, report: Report) -> Iterator[tuple[Cache, ProfileName, SlotsOf]]:
+def _guesser() -> Guesser:
+    from spark_runtime.guess_replay import NativeGuesser
+
+    return NativeGuesser()
+
+
+def _combinations(plan: Plan, report: Report, n_calibration: int) -> Iterator[tuple[Cache, ProfileName, SlotsOf]]:
     for policy in plan.policies:
         if policy in _SINGLE_TOKEN and plan.in_batches:
             _note(report, f"{policy} is left out: it takes one token at a time")
@@ -196,11 +229,19 @@ def _combinations(plan: Plan, report: Report) -> Iterator[tuple[Cache, ProfileNa
             for profile in profiles:
                 # Without a profile nothing says where more slots are worth more.
                 if sharing != "placed" or profile != "none":
-                    yield Cache(policy, "pool" if sharing == "pool" else "layer"), profile, sharing
+                    cache = Cache(policy, "pool" if sharing == "pool" else "layer")
+                    for way in (cache, *_early_ways(plan, cache, early_start(plan.guesses, profile, n_calibration))):
+                        yield way, profile, sharing
+
+
+def _early_ways(plan: Plan, cache: Cache, start: EarlyStart) -> list[Cache]:
+    if cache.policy != "scored" or cache.sharing != "pool":
+        return []
+    return [replace(cache, early=early, early_from=start) for early in plan.early]
 
 
 def _row(judged: Judgement, cache: Cache, profile: ProfileName, residency: float, slots: Sequence[int]) -> Row:
-    rate = judged.cold_hit_rate
+    rate, early = judged.cold_hit_rate, judged.early
     return Row(
         policy=cache.policy,
         sharing=None,
@@ -215,6 +256,14 @@ def _row(judged: Judgement, cache: Cache, profile: ProfileName, residency: float
         predicted_tok_s=None,
         phase="decode",
         n_sessions=judged.n_sessions,
+        early_experts=None if early is None else cache.early.experts,
+        early_threshold=None if early is None else cache.early.threshold,
+        early_guesses=None if early is None else cache.early_from,
+        early_per_selection=None if early is None else early.fetched,
+        early_used_per_selection=None if early is None else early.used,
+        early_wasted_per_selection=None if early is None else early.wasted,
+        early_wasted_bytes_per_token=None if early is None else early.wasted_bytes_per_token,
+        early_layers_per_token=None if early is None else early.layers_by_experts,
         parts=judged.parts,
     )
 
@@ -241,7 +290,11 @@ def _tune(plan: Plan, study: Study, residency: float, report: Report) -> None:
                 slots = _slots(study, residency, profile, sharing)
                 found = tune(study, cache, slots, profile)
                 cache = replace(cache, decay=found.decay, prior_tokens=found.prior_tokens)
-                row = _row(study.judge(cache, slots, profile, plan.positions), cache, profile, residency, slots)
+                start = early_start(plan.guesses, profile, len(study.calibrating))
+                judged = [
+                    (way, study.judge(way, slots, profile, plan.positions))
+                    for way in (cache, *_early_ways(plan, cache, start))
+                ]
             except TraceTooSmallError as error:
                 _note(report, f"{profile} profiles are not tuned: {error}")
                 continue
@@ -257,8 +310,9 @@ def _tune(plan: Plan, study: Study, residency: float, report: Report) -> None:
                     found.tried,
                 )
             )
-            row = replace(row, policy="scored_tuned", sharing=sharing)
-            report.rows.append(_finished(row, study, slots, plan, cache))
+            for way, judgement in judged:
+                row = replace(_row(judgement, way, profile, residency, slots), policy="scored_tuned", sharing=sharing)
+                report.rows.append(_finished(row, study, slots, plan, way))
 
 
 def _predict(report: Report, source: Source, figures: MachineFigures | None, plan: Plan) -> None:
@@ -292,7 +346,9 @@ def _rate(machine: Machine, row: Row, source: Source, plan: Plan) -> float | Non
     if row.phase != "prefill":
         if row.loads_per_token is None:
             return None
-        return round(machine.decode_tok_s(row.loads_per_token, expert_bytes, pageable), 2)
+        known = machine if machine.n_layers else replace(machine, n_layers=len(source.layers))
+        early = row.early_layers_per_token
+        return round(known.decode_tok_s(row.loads_per_token, expert_bytes, pageable, early), 2)
     if machine.prompt_token_s is None or machine.link_bytes_per_s is None or ubatch <= MAX_SLOT_TOKENS:
         return None
     absent = sum(layer.n_experts for layer in source.layers) * (1 - row.residency) / len(source.layers)
