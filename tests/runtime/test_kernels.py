@@ -41,7 +41,7 @@ def trial(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "-Wno-unknown-pragmas",
     ]
     sizes = [f"-DSPARK_BLOCK_THREADS={THREADS}", f"-DSPARK_CHUNK_BYTES={CHUNK_BYTES}"]
-    sources = [HERE / "run.cpp", PACKAGE / "slots.cpp", PACKAGE / "predictor.cpp"]
+    sources = [HERE / "run.cpp", *(PACKAGE / name for name in ("slots.cpp", "predictor.cpp", "guess_loops.cpp"))]
     command = [os.environ.get("CXX", "c++"), *flags, *sizes, f"-I{PACKAGE}", f"-I{HERE}", f"-I{folder}"]
     subprocess.run([*command, "-o", str(built), *map(str, sources)], check=True, timeout=300)
     return built

@@ -87,7 +87,7 @@ class trial {
     std::vector<int32_t *> seen_of;
     std::vector<float> decay;
     std::vector<uint64_t> counts;
-    std::vector<int16_t> weights;
+    decltype(predictor::weights) weights;
     std::vector<std::thread> in_flight;
     // Now and then a copy does not begin before spark_ensure has returned, which must not wait for that.
     std::shared_ptr<std::atomic<bool>> started = std::make_shared<std::atomic<bool>>(true);
