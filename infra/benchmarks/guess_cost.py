@@ -38,6 +38,7 @@ WAYS = {
 COLD_TOKENS = 30
 OTHER_MEMORY_BYTES = 64 * 2**20
 """Twice a usual third-level cache."""
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 WIDER = 8
 PUBLISHED = (("gptoss20b", "gpt-oss-20b", 32), ("esft_deepseek_v2_lite", "DeepSeek-V2-Lite", 64))
 
@@ -107,8 +108,23 @@ def measure(source: str, ids: NDArray[np.int32], experts: int, rounds: int) -> d
     for name in ("guess", "guess_and_learn"):
         best = np.min(cold[name], axis=0) - np.min(cold["off"], axis=0)
         row[f"cold_{name}_us"] = round(float(np.mean(best)) * 1e6, 1)
+    rows_read = [min(layer, 2) * top_k + 1 for layer in range(1, layers)]
+    row["rows_read"] = sum(rows_read)
+    row["read_bytes"] = 2 * experts * sum(rows_read)
     row["weights_bytes"] = sum(2 * pools["guess"].guesses(layer).size for layer in range(layers))
     return row
+
+
+def read_gb_s(rounds: int) -> float:
+    """What one core reads from memory, one byte after the other."""
+    other = np.zeros(OTHER_MEMORY_BYTES // 8)
+    other += 1  # pages that were never written are one page
+    best = float("inf")
+    for _ in range(rounds):
+        began = time.perf_counter()
+        other.max()
+        best = min(best, time.perf_counter() - began)
+    return round(other.nbytes / best / 1e9, 1)
 
 
 def processor() -> str:
@@ -127,7 +143,13 @@ def main() -> None:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     rows = [measure(*of, options.rounds) for of in selections(options.shape, options.routing, options.tokens)]
     flags = Path("/proc/cpuinfo").read_text()
-    report({"processor": processor(), "avx2": " avx2 " in flags, "rows": rows}, options.out)
+    about: dict[str, Any] = {
+        "processor": processor(),
+        "avx2": " avx2 " in flags,
+        "read_gb_s": read_gb_s(options.rounds),
+    }
+    about["huge_pages"] = HUGE_PAGES.read_text().strip() if HUGE_PAGES.exists() else "none"
+    report({**about, "rows": rows}, options.out)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ class cuda_tables {
     std::vector<int32_t> loaded;  // slot_of as of the last upload or download: which slots hold what
     template <typename type> void send(const type * to, const std::vector<type> & from);
     template <typename type> void fetch(std::vector<type> & to, const type * from);
+    // The same of the predictor's weights, which lie in memory of another kind.
     void send(const int16_t * to, const weight_array & from) {
         gpu.check(gpu.cu.cuMemcpyHtoD(reinterpret_cast<CUdeviceptr>(to), from.data(), from.size() * sizeof(int16_t)), "cuMemcpyHtoD");
     }
