@@ -7,7 +7,7 @@ import pytest
 
 from spark_runtime.placement import frequencies
 from spark_schemas.split import split_of
-from spark_service.catalog import Catalog
+from spark_service.catalog import QUICK_SECONDS, Catalog
 from spark_service.db.store import Store
 from spark_service.errors import RequestError
 from spark_service.manifests import Budget
@@ -184,8 +184,11 @@ def test_a_profile_of_too_few_sessions_is_given_to_nobody(store: Store, make: An
 
 
 @pytest.mark.parametrize(("build_seconds", "waits"), [(0.5, False), (3.0, True)])
-def test_long_builds_are_followed_by_a_rest(store: Store, make: Any, build_seconds: float, waits: bool) -> None:
+def test_long_builds_are_followed_by_a_rest(
+    store: Store, make: Any, monkeypatch: pytest.MonkeyPatch, build_seconds: float, waits: bool
+) -> None:
     """Unless something was deleted: that is out of what is given next."""
+    monkeypatch.setattr("spark_service.catalog.QUICK_SECONDS", QUICK_SECONDS)
     shape, now = make.shape(), [0.0]
 
     def clock() -> float:
@@ -331,8 +334,9 @@ def test_the_services_own_window_is_what_nobody_asks_for(store: Store, make: Any
     assert catalog.profile(shape.fingerprint, "code", "decode", window=everything).n_calibration == 4
 
 
-def test_readers_cannot_keep_the_service_building(store: Store, make: Any) -> None:
+def test_readers_cannot_keep_the_service_building(store: Store, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor take anything from those who ask for what everybody asks for."""
+    monkeypatch.setattr("spark_service.catalog.QUICK_SECONDS", QUICK_SECONDS)
     shape, now = make.shape(), [0.0]
 
     def clock() -> float:
