@@ -20,10 +20,15 @@ START_S, END_S = 150.0, 30.0
 """The first start of all builds the native library, beside whatever else the machine does."""
 
 
+PROGRAM = "from spark_agent.cli import main; main()"
+
+
 @contextlib.contextmanager
-def running(*arguments: object, **variables: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+def running(
+    *arguments: object, program: str = PROGRAM, **variables: str
+) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
     """Start the agent on a free port, give the process and its start-up object, and end it."""
-    command = [sys.executable, "-c", "from spark_agent.cli import main; main()", "run", "-p", "0", "--json"]
+    command = [sys.executable, "-c", program, "run", "-p", "0", "--json"]
     # With this variable Python would not hold back what it writes to a pipe.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with subprocess.Popen(

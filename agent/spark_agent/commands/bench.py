@@ -91,7 +91,7 @@ def bench_command(
     workload = Workload.within(shape, prompt, tokens, prefill, calibration)
     benchmark = Benchmark(file, shape, workload, residencies, rings, threads, ubatch, devices, profile)
     paying = what_pays()
-    benchmark.prefetch = prefetch is Prefetch.ON or (prefetch is Prefetch.AUTO and paying.pays)
+    benchmark.prefetch = prefetch is Prefetch.ON or (prefetch is Prefetch.AUTO and paying.use != "off")
     with (
         interrupts_at_checks() as check,
         context.output.progress("measuring", benchmark.steps) as advance,
