@@ -101,7 +101,7 @@ def what_pays(measured: Measured | None = None, tried: KeptTrial | None = None) 
     known = [each for each in (by_bench and by_bench.reason, budget and describe_budget(budget)) if each]
     begun = "" if tried is None else f"; {tried.reason}"
     told = "; ".join(known) or "nothing was measured here"
-    return Paying("trial", f"{told}: blocks of decoded tokens by turns with it and without will tell{begun}")
+    return Paying("trial", f"{told}; serving will tell, by blocks of tokens with it and without{begun}")
 
 
 def _by_bench(measured: Measured | None) -> Paying | None:

@@ -75,8 +75,8 @@ def test_what_a_trial_found_holds_until_a_newer_benchmark(state: State) -> None:
 @pytest.mark.parametrize(
     ("link_bytes_per_s", "use", "told"),
     [
-        (25e9, "trial", "2.6 MiB in 108 us beside 170 us of computation: blocks of decoded tokens"),
-        (55e9, "trial", "2.6 MiB in 49 us beside 170 us of computation: blocks of decoded tokens"),
+        (25e9, "trial", "2.6 MiB in 108 us beside 170 us of computation; serving will tell"),
+        (55e9, "trial", "2.6 MiB in 49 us beside 170 us of computation; serving will tell"),
         (6e9, "off", "no expert fits beside a layer: 2.6 MiB in 450 us beside 170 us of computation"),
     ],
 )
@@ -108,7 +108,7 @@ def test_a_trial_that_was_cut_short_is_gone_on_with(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     fresh = plan_prefetch(Prefetch.AUTO, None, HERE, DAY)
     assert (fresh.use, fresh.begun) == ("trial", None)
-    assert fresh.reason.startswith("nothing was measured here: blocks of decoded tokens")
+    assert fresh.reason.startswith("nothing was measured here; serving will tell")
     begun = trial_of(HERE, "begun", GAINS[:3], 400, DAY)
     keep_trial(HERE, begun)
     plan = plan_prefetch(Prefetch.AUTO, None, HERE, DAY)

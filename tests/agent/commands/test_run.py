@@ -433,7 +433,7 @@ def test_what_was_tried_is_told_everywhere_and_known_at_the_next_start(agent_cli
     with running(*asked, program=ANYWHERE) as (process, start):
         [choice] = [choice for choice in start["choices"] if choice["what"] == "prefetch"]
         assert choice["value"] == "1 expert a layer, on trial"
-        assert choice["reason"].startswith("nothing was measured here: blocks of decoded tokens by turns")
+        assert choice["reason"].startswith("nothing was measured here; serving will tell")
         assert chat(start, text) == expected
         deadline = time.monotonic() + 60
         while (told := agent_process.asked(start, "/spark/stats")["prefetch"])["use"] == "trial":

@@ -78,9 +78,14 @@ async def text_of(generation: Generation) -> str:
 
 
 def served(
-    engine: Engine, control: PrefetchControl | None, told: Told, between: Callable[[Worker], None] = lambda _: None
+    engine: Engine,
+    control: PrefetchControl | None,
+    told: Told,
+    between: Callable[[Worker], None] = lambda _: None,
+    *,
+    leaving: bool = False,
 ) -> tuple[list[str], dict[str, Any]]:
-    """Answers, the second half of them by turns, and what their sessions counted."""
+    """Answers, the second half of them by turns, and what their sessions counted; others may leave in the middle."""
     kept: dict[str, Any] = {}
     faults: list[Exception] = []
 
@@ -110,6 +115,10 @@ def served(
             worker.submit(generation)
             found.append(await text_of(generation))
             between(worker)
+            if leaving:
+                worker.submit(gone := Generation("gone", engine.tokenize(PROMPTS[-1]), Sampling(), 400, ()))
+                await gone.events.get()
+                gone.cancelled.set()
         generations = [
             Generation(f"two{index}", engine.tokenize(prompt), Sampling(temperature=1.0, seed=9 + index), 60, ())
             for index, prompt in enumerate(PROMPTS)
@@ -205,6 +214,17 @@ def test_a_placement_in_the_middle_begins_the_pair_anew(
     served(engine, quiet, Told())
     assert quiet.state.tokens is not None
     assert quiet.state.tokens < control.state.tokens, "what was decoded of a pair before was not compared"
+
+
+def test_who_leaves_in_the_middle_disturbs_nothing(engine: Engine, expected: tuple[list[str], dict[str, Any]]) -> None:
+    control = PrefetchControl(engine, plan(), Output(), rules=SHORT)
+    answers, histograms = served(engine, control, Told(), leaving=True)
+    assert answers == expected[0]
+    assert histograms.pop("gone") is not None
+    # Prompts are shorter where another conversation had computed their beginning.
+    decoded = [{name: one.decode for name, one in of.items()} for of in (histograms, expected[1])]
+    assert decoded[0] == decoded[1]
+    assert (control.state.use, control.state.gain) == ("on", pytest.approx((1.2, 1.2, 1.2)))
 
 
 def weights(found: dict[int, LayerGuesses]) -> list[list[list[int]]]:
