@@ -113,16 +113,19 @@ def _number(value: Any, most: int) -> int:
     return value
 
 
-def go_on_with_guesses(tier: Tier, fingerprint: str, output: Output) -> None:
-    """Let a tier go on with what was kept; what cannot be used is said, and learned anew."""
+def go_on_with_guesses(tier: Tier, fingerprint: str, output: Output) -> bool:
+    """Let a tier go on with what was kept, if anything was; what cannot be used is said, and learned anew."""
     from spark_runtime.errors import TierError
 
     if not tier.early.experts:
-        return
+        return False
     try:
-        tier.set_guesses(read_guesses(guesses_path(fingerprint), fingerprint))
+        kept = read_guesses(guesses_path(fingerprint), fingerprint)
+        tier.set_guesses(kept)
     except (SparkError, TierError) as error:
         output.warning(f"what the next layer selects is learned anew: {error}")
+        return False
+    return bool(kept)
 
 
 def keep_guesses(tier: Tier, fingerprint: str, output: Output) -> None:

@@ -14,6 +14,7 @@ from spark_agent.errors import SparkError
 from spark_agent.files import replacing
 from spark_agent.paths import benchmarks_dir
 from spark_agent.simulation.machines import PREFETCHED, RING, fitted_machine
+from spark_runtime.early_fetch import LinkBudget
 from spark_runtime.simulator.cost import Machine
 
 __all__ = [
@@ -52,6 +53,18 @@ class Measured:
     """Tokens a second with experts fetched early over those without, mean of residencies; ``None``: not measured."""
     early: EarlyEffect | None = None
     """``None`` where nothing was fetched early, or nothing says beside how many layers."""
+
+    @property
+    def link_budget(self) -> LinkBudget | None:
+        """What is copied for nothing beside a layer; ``None`` where the link or the number of layers was not measured.
+
+        A layer computes for its share of a token with every expert resident, and what lies between it and the next one
+        is in that share.
+        """
+        machine = self.machine
+        if not (machine.link_bytes_per_s and machine.n_layers and self.expert_bytes):
+            return None
+        return LinkBudget(self.expert_bytes, machine.link_bytes_per_s, machine.token_s / machine.n_layers)
 
     def tiered_tok_s(
         self, cold_hits_per_token: float, pageable_share: float = 0.0, *, prefetched: bool = False

@@ -21,6 +21,7 @@ __all__ = [
     "local_key_path",
     "manifests_dir",
     "own_counts_path",
+    "prefetch_trials_dir",
     "service_keys_dir",
     "spool_path",
     "state_dir",
@@ -103,6 +104,11 @@ def benchmarks_dir() -> Path:
 def guesses_dir() -> Path:
     """Folder of what was learned for fetching experts early, a file a model."""
     return state_dir() / "guesses"
+
+
+def prefetch_trials_dir() -> Path:
+    """Folder of what trials of fetching early found on this machine."""
+    return state_dir() / "prefetch"
 
 
 def own_counts_path() -> Path:

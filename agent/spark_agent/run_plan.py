@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from spark_agent.context_choice import Choice, choose_context, host_sequences
 from spark_agent.forecast import Forecast, forecast
-from spark_agent.prefetching import Prefetch, choose_prefetch
+from spark_agent.prefetching import Prefetch, PrefetchPlan, fetching_engine, plan_prefetch
 from spark_agent.sizes import format_size
 from spark_agent.tiering import TierOptions, plan_for, plan_table
 
 if TYPE_CHECKING:
     from spark_agent.chosen_placement import ChosenPlacement
+    from spark_agent.prefetch_trials import Conditions
     from spark_runtime.confidence import Band
-    from spark_runtime.early_fetch import EarlyFetch
     from spark_runtime.gguf_file import GgufModel
     from spark_runtime.tier_plan import TierPlan
     from spark_schemas.model import ModelShape
@@ -37,7 +37,7 @@ class RunPlan:
     forecast: Forecast
     bands: tuple[Band, ...]
     """How sure it is that experts will be used, by the profile; empty without one, and where nothing is tiered."""
-    early: EarlyFetch
+    prefetch: PrefetchPlan
     """What is fetched before a layer's router has chosen."""
 
     def as_json(self) -> dict[str, Any]:
@@ -101,12 +101,12 @@ def make_run_plan(
     plan = plan_at(n_ctx, options.parallel)
     n_seq_max = plan.n_seq_max if plan is not None else options.parallel or host_sequences(shape, n_ctx, free)
     on_cards = bool(cards())
-    measured = find_benchmark(shape.fingerprint, machine_name(options.devices))
-    tiered = plan is not None and plan.start is not None
-    early, prefetching = choose_prefetch(prefetch, measured, tiered=tiered)
+    machine = machine_name(options.devices)
+    measured = find_benchmark(shape.fingerprint, machine)
+    prefetching = plan_prefetch(prefetch, measured, _conditions(shape, plan, machine))
     choices = [context, _parallel_choice(n_seq_max, options), *_tier_choices(plan, options, chosen, on_cards=on_cards)]
-    if tiered or prefetch is Prefetch.ON:
-        choices.append(prefetching)
+    if prefetching.conditions is not None or prefetch is Prefetch.ON:
+        choices.append(prefetching.choice)
     return RunPlan(
         n_ctx,
         n_seq_max,
@@ -114,8 +114,20 @@ def make_run_plan(
         tuple(choices),
         forecast(shape, plan, chosen.in_force(plan), measured, on_cards=on_cards, prefetched=bool(early.experts)),
         _bands_of(shape, plan, chosen),
-        early,
+        prefetching,
     )
+
+
+def _conditions(shape: ModelShape, plan: TierPlan | None, machine: str) -> Conditions | None:
+    """What a trial of fetching early would hold for; ``None`` where nothing is tiered."""
+    from spark_agent import __version__
+    from spark_agent.prefetch_trials import Conditions
+    from spark_runtime.early_fetch import EarlyFetch
+
+    if plan is None or plan.start is None:
+        return None
+    early, share = EarlyFetch(), plan.resident_share
+    return Conditions(shape.fingerprint, machine, fetching_engine(), share, early.experts, early.threshold, __version__)
 
 
 def _bands_of(shape: ModelShape, plan: TierPlan | None, chosen: ChosenPlacement) -> tuple[Band, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 import shlex
 from pathlib import Path
 
@@ -42,14 +43,18 @@ def tier_engine() -> str:
 
 def prefetch(model: Path) -> str:
     """Whether a model's experts are fetched early where nobody says, and why."""
+    from spark_agent import __version__
     from spark_agent.measured import find_benchmark, machine_name
+    from spark_agent.prefetch_trials import find_trials
     from spark_runtime.model_shape import read_model_shape
 
-    measured = find_benchmark(read_model_shape(model).fingerprint, machine_name())
-    paying = what_pays(measured)
-    if measured is not None and measured.prefetch_gain is not None:
-        return f"{'on' if paying.pays else 'off'}: {paying.reason}"
-    return f"{'on' if paying.pays else 'off'}: {paying.reason}; spark-agent bench --prefetch on measures it"
+    fingerprint, machine = read_model_shape(model).fingerprint, machine_name()
+    measured = find_benchmark(fingerprint, machine)
+    tried = find_trials(fingerprint, machine, __version__, dt.datetime.now(dt.UTC).date())
+    paying = what_pays(measured, next(iter(tried), None))
+    if tried or (measured is not None and measured.prefetch_gain is not None):
+        return f"{paying.use}: {paying.reason}"
+    return f"{paying.use}: {paying.reason}; spark-agent bench --prefetch on measures it"
 
 
 def nvrtc() -> str:

@@ -57,8 +57,9 @@ def test_bits_and_counts_are_those_of_the_host(architecture: str, fake: Path, tm
     assert {run["logits"] for run in [*on_card, *on_host]} == {on_host[0]["logits"]}
     for card, host in zip(on_card[1:], on_host[1:], strict=True):
         assert (card["engine"], host["engine"]) == ("cuda", "host")
-        for what in ("counts", "tokens", "cold", "loads", "early", "guesses", "reuse", "resident"):
+        for what in ("turns", "counts", "tokens", "cold", "loads", "early", "guesses", "reuse", "resident"):
             assert card[what] == host[what], what
+    assert len({run["turns"] for run in on_card[-4:]}) == 1, "however much was fetched early"
     whole, _, few, floor, *early = (run["launches"] for run in on_card[1:])
     assert whole[ENSURE] == whole[GATHER] == 0 < whole[MARK]
     assert min(few[ENSURE], few[GATHER], few[MARK], few[TALLY]) > 0

@@ -14,7 +14,7 @@ from small_models import write_small_model
 from test_slots import check_invariants, layer_start, pool_of, slots_by_layer, starts
 from tier_runs import SIZE, digest, load
 
-from spark_runtime.early_fetch import MAX_EARLY, NO_EARLY_FETCH, EarlyFetch
+from spark_runtime.early_fetch import MAX_EARLY, NO_EARLY_FETCH, EarlyFetch, LinkBudget
 from spark_runtime.engine import Engine
 from spark_runtime.errors import TierError
 from spark_runtime.models import demo_model_path
@@ -281,3 +281,26 @@ def test_guesses_come_out_and_go_in(tmp_path: Path) -> None:
         np.testing.assert_array_equal(tier.guesses()[block].weights, layer.weights)
         tier.set_early(NO_EARLY_FETCH)
         assert tier.guesses() == {}
+
+
+FIGURES = st.floats(1e-9, 1e15)
+
+
+@settings(deadline=None)
+@given(FIGURES, FIGURES, FIGURES)
+def test_what_fits_beside_a_layer_is_copied_while_it_computes(size: float, rate: float, computing: float) -> None:
+    budget = LinkBudget(size, rate, computing)
+    assert 0 <= budget.experts <= MAX_EARLY
+    assert budget.experts * budget.copy_s <= computing * (1 + 1e-9)
+    if budget.experts < MAX_EARLY:
+        assert (budget.experts + 1) * budget.copy_s > computing * (1 - 1e-9)
+    assert LinkBudget(size, 2 * rate, computing).experts >= budget.experts
+    assert LinkBudget(size, rate, 2 * computing).experts >= budget.experts
+    assert LinkBudget(2 * size, rate, computing).experts <= budget.experts
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_budget_of_figures_that_no_machine_has_is_refused(wrong: float) -> None:
+    for figures in ((wrong, 1.0, 1.0), (1.0, wrong, 1.0), (1.0, 1.0, wrong)):
+        with pytest.raises(ValueError, match="expected numbers above 0"):
+            LinkBudget(*figures)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,8 +11,8 @@ import typer
 from spark_agent.context import AgentContext
 from spark_agent.errors import SparkError, UsageError
 from spark_agent.interrupts import interrupts_at_checks
-from spark_agent.measured import PREFETCHED, RING
-from spark_agent.prefetching import Paying, Prefetch, what_pays
+from spark_agent.measured import PREFETCHED, RING, measured_of
+from spark_agent.prefetching import Paying, Prefetch, describe_budget, what_pays
 from spark_agent.sizes import format_size
 from spark_agent.tiering import MOST_THREADS
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from spark_agent.benchmark import Benchmark, Row
+    from spark_agent.measured import Measured
     from spark_agent.output import Output
     from spark_runtime.link import Link
     from spark_runtime.placement import FloatArray
@@ -91,15 +93,16 @@ def bench_command(
     workload = Workload.within(shape, prompt, tokens, prefill, calibration)
     benchmark = Benchmark(file, shape, workload, residencies, rings, threads, ubatch, devices, profile)
     paying = what_pays()
-    benchmark.prefetch = prefetch is Prefetch.ON or (prefetch is Prefetch.AUTO and paying.pays)
+    benchmark.prefetch = prefetch is Prefetch.ON or (prefetch is Prefetch.AUTO and paying.use != "off")
     with (
         interrupts_at_checks() as check,
         context.output.progress("measuring", benchmark.steps) as advance,
     ):
         benchmark.check = check
         rows = benchmark.run(advance)
-    line = _prefetch_line(rows, prefetch, paying)
-    _report(context.output, benchmark, rows, _link(context.output, benchmark), told, line)
+    value = _value(benchmark, rows, _link(context.output, benchmark), told)
+    value["prefetch"] = _prefetch_line(rows, prefetch, paying, value)
+    _report(context.output, benchmark, rows, value)
 
 
 def _profile(
@@ -142,8 +145,27 @@ def _link(output: Output, benchmark: Benchmark) -> Link | None:
         return None
 
 
-def _prefetch_line(rows: list[Row], asked: Prefetch, paying: Paying) -> str:
-    """Whether fetching early pays, as measured, or why it was not."""
+def _prefetch_line(rows: list[Row], asked: Prefetch, paying: Paying, value: dict[str, Any]) -> str:
+    """Whether fetching early pays, as measured, or why it was not; and what fits beside a layer."""
+    measured = _measured(value)
+    budget = None if measured is None or value["device"] != "gpu" else measured.link_budget
+    told = _prefetch_gain(rows, asked, paying)
+    if budget is not None:
+        told += f"; {describe_budget(budget)}"
+    if measured is not None and measured.prefetch_gain is not None:
+        told += f"; that alone makes --prefetch auto: {what_pays(measured).use}"
+    return told
+
+
+def _measured(value: dict[str, Any]) -> Measured | None:
+    """The figures as plans will read them; ``None`` where the rows tell none."""
+    try:
+        return measured_of({**value, "day": dt.datetime.now(dt.UTC).date().isoformat()})
+    except (ValueError, KeyError, TypeError, SparkError):
+        return None
+
+
+def _prefetch_gain(rows: list[Row], asked: Prefetch, paying: Paying) -> str:
     found = []
     for row in rows:
         beside = [each for each in rows if (each.config, each.ring, each.residency) == (RING, 1.0, row.residency)]
@@ -156,17 +178,10 @@ def _prefetch_line(rows: list[Row], asked: Prefetch, paying: Paying) -> str:
     return f"prefetch: not measured, {'--prefetch off' if asked is Prefetch.OFF else paying.reason}"
 
 
-def _report(
-    output: Output,
-    benchmark: Benchmark,
-    rows: list[Row],
-    link: Link | None,
-    profile: dict[str, Any] | None,
-    prefetch: str,
-) -> None:
+def _value(benchmark: Benchmark, rows: list[Row], link: Link | None, profile: dict[str, Any] | None) -> dict[str, Any]:
+    """What ``--json`` prints."""
     from spark_agent.benchmark import identical_output
 
-    identical = identical_output(rows)
     shape, workload = benchmark.shape, benchmark.workload
     note = None
     if not benchmark.on_cards:
@@ -174,7 +189,7 @@ def _report(
             "no GPU: slots and host memory are the same memory here, so speeds show no gain; bits, cold hits and "
             "memory are what this run is about"
         )
-    value: dict[str, Any] = {
+    return {
         "model": str(benchmark.model.path),
         "fingerprint": shape.fingerprint,
         "device": "gpu" if benchmark.on_cards else "cpu",
@@ -190,19 +205,21 @@ def _report(
         },
         "profile": profile,
         "machine": {"n_layers": len(shape.layers), "link": None if link is None else link.as_json()},
-        "identical_output": identical,
-        "prefetch": prefetch,
+        "identical_output": identical_output(rows),
+        "prefetch": None,
         "note": note,
         "rows": [row.as_json() for row in rows],
     }
 
+
+def _report(output: Output, benchmark: Benchmark, rows: list[Row], value: dict[str, Any]) -> None:
     def show() -> None:
         output.table(_COLUMNS, [_cells(row) for row in rows])
 
     output.result(value, show)
     if not output.json_mode:
-        _say(output, rows, note, identical=identical)
-        output.info(prefetch)
+        _say(output, rows, value["note"], identical=value["identical_output"])
+        output.info(value["prefetch"])
     if not any(row.tiered and row.decode_tok_s is not None for row in rows):
         raise typer.Exit(1)
     _keep(output, benchmark, value)

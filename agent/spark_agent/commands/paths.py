@@ -28,6 +28,7 @@ def paths_command(json: Annotated[bool, typer.Option("--json", help="Print one J
         "cache": paths.cache_dir(),
         "native": paths.cache_dir() / "native",
         "benchmarks": paths.benchmarks_dir(),
+        "prefetch_trials": paths.prefetch_trials_dir(),
     }
     value = {name: str(path) for name, path in found.items()}
     width = max(map(len, value))

@@ -27,6 +27,7 @@ _COLUMNS = (
     "tok/s",
     "cold hits",
     "promised",
+    "prefetch",
     "uploads",
 )
 _NONE = "-"
@@ -56,6 +57,9 @@ def ps_command(json: Annotated[bool, typer.Option("--json", help="Print them as 
 def _tell(output: Output, asked: Asked) -> None:
     if asked.problem is not None:
         output.warning(f"process {asked.agent.pid} ({asked.agent.base_url}): {asked.problem}")
+    prefetch = _part(asked.stats, "prefetch")
+    if prefetch and (asked.stats or {}).get("tiered"):
+        output.info(f"{asked.agent.base_url}: prefetch: {prefetch.get('use')}; {prefetch.get('reason')}")
     found = _part(asked.stats, "suggestion")
     if found:
         output.info(
@@ -99,9 +103,15 @@ def _row(asked: Asked) -> tuple[object, ...]:
         _number(stats.get("decode_tok_s")),
         _percent(live.get("cold_hit_rate")),
         _percent(live.get("promised_cold_hit_rate")),
+        _prefetch(_part(stats, "prefetch")),
         f"{counted(uploads.get('histograms', 0), 'histogram')}, {spool.get('pending', '?')} waiting"
         + (f", {uploads['failed']} failed" if uploads.get("failed") else ""),
     )
+
+
+def _prefetch(found: dict[str, Any]) -> str:
+    trial = _part(found, "trial")
+    return f"trial, {trial.get('pairs')} pairs" if found.get("use") == "trial" else str(found.get("use", _NONE))
 
 
 def _part(stats: dict[str, Any] | None, name: str) -> dict[str, Any]:

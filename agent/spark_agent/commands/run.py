@@ -227,6 +227,7 @@ class _Serving:
 
 
 def _serve(context: AgentContext, load: _Load, serving: _Serving, workload: str) -> None:
+    from spark_agent.server.prefetch_control import PrefetchControl
     from spark_agent.server.serve import bind, serve
     from spark_runtime.engine import Engine
 
@@ -246,14 +247,16 @@ def _serve(context: AgentContext, load: _Load, serving: _Serving, workload: str)
             replace(load.tiers, parallel=planned.n_seq_max),
             planned.n_ctx,
             load.threads or serving_threads(),
-            early=planned.early,
+            early=planned.prefetch.early,
         )
         manifest = load.chosen.in_force(plan)
         with Engine.load(load.path, options) as engine:
             warn_about_counting(context, engine)
             warn_about_tiers(context, engine)
-            if engine.tier is not None:
-                go_on_with_guesses(engine.tier, engine.shape.fingerprint, context.output)
+            learned = engine.tier is not None and go_on_with_guesses(
+                engine.tier, engine.shape.fingerprint, context.output
+            )
+            prefetch = PrefetchControl(engine, planned.prefetch, context.output, learned=learned)
             serve(
                 context,
                 engine,
@@ -272,6 +275,7 @@ def _serve(context: AgentContext, load: _Load, serving: _Serving, workload: str)
                 rules=serving.rules,
                 replacement=serving.replacement,
                 pinned_share=load.tiers.pinned_share,
+                prefetch=prefetch,
             )
             if engine.tier is not None:
                 keep_guesses(engine.tier, engine.shape.fingerprint, context.output)

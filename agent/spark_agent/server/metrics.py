@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from spark_agent.server.activity import Distribution
 
 if TYPE_CHECKING:
+    from spark_agent.server.prefetch_control import PrefetchState
     from spark_agent.server.state import AgentState
 
 __all__ = ["CONTENT_TYPE_LATEST", "Metrics"]
@@ -89,12 +90,25 @@ def _tiers(state: AgentState) -> Iterator[Metric]:
         yield _counter(name, text, [((phase,), count) for phase, count in (counted or {}).items()], "phase")
     rate = None if totals is None else totals.cold_hit_rate("decode")
     yield _gauge("live_cold_hit_rate", "Cold hits by selections in decode", [] if rate is None else [((), rate)])
+    yield from _prefetch(state.prefetch)
     promise = state.promise
     bounds = () if promise is None else (("low", promise.low), ("mean", promise.cold_hit_rate), ("high", promise.high))
     yield _gauge(
         "promised_cold_hit_rate",
         "What the placement's manifest expects if never adapted, with its 95% interval",
         [((bound,), value) for bound, value in bounds],
+        "bound",
+    )
+
+
+def _prefetch(found: PrefetchState) -> Iterator[Metric]:
+    yield _gauge("prefetch", "How experts are fetched early, always 1", [((found.use,), 1.0)], "use")
+    compared = [] if found.pairs is None else [((), float(found.pairs))]
+    yield _gauge("prefetch_trial_pairs", "Pairs of blocks with and without that a trial compared", compared)
+    yield _gauge(
+        "prefetch_gain",
+        "Speed with fetching early over the speed without, by a trial, with its 99% interval",
+        [] if found.gain is None else [((bound,), value) for bound, value in found.gain._asdict().items()],
         "bound",
     )
 

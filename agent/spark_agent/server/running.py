@@ -31,6 +31,8 @@ class Running:
         self._started_s: float | None = None
         self._first_token_s: float | None = None
         self._spent_s = {"prompt": 0.0, "decode": 0.0}
+        self.step_s = 0.0
+        """What the last step took."""
         self._reused = self._produced = 0
         self._steps: Iterator[None] = iter(())
         self._sampler: Sampler | None = None
@@ -54,7 +56,8 @@ class Running:
         except StopIteration:
             return False
         finally:
-            self._spent_s[phase] += time.monotonic() - before
+            self.step_s = time.monotonic() - before
+            self._spent_s[phase] += self.step_s
         return True
 
     @property

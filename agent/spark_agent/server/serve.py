@@ -37,6 +37,7 @@ from spark_agent.server.nearest import WorkloadsHere
 from spark_agent.server.observed import Observed, metrics_route
 from spark_agent.server.placement_control import PlacementControl
 from spark_agent.server.placement_routes import placement_routes
+from spark_agent.server.prefetch_control import PrefetchControl
 from spark_agent.server.sessions import LiveSessions
 from spark_agent.server.state import StateReader
 from spark_agent.server.stats import agent_stats
@@ -121,6 +122,7 @@ def serve(
     rules: Path | None = None,
     replacement: Replacement = "auto",
     pinned_share: float = 0.0,
+    prefetch: PrefetchControl,
 ) -> None:
     """Serve until SIGINT or SIGTERM; then finish, keep all counts, and return. ``key`` is that of session hashes.
 
@@ -128,8 +130,8 @@ def serve(
     were started from, and ``source`` where it came from. ``workload`` is that of requests which neither a header nor a
     rule labels. Requests need the ``token`` if there is one, which is kept for ``spark-agent ps``; ``aliases`` are
     further names of the model. ``rules`` is the file of workload rules, which need not be there. ``replacement`` says
-    whether recent traffic moves the slots' priors, and ``pinned_share`` of the slots stay pinned whatever is placed. A
-    second signal ends what runs at once, a third one the process.
+    whether recent traffic moves the slots' priors, and ``pinned_share`` of the slots stay pinned whatever is placed;
+    ``prefetch`` says what is fetched early. A second signal ends what runs at once, a third one the process.
     """
     conversations = Conversations()
     served = ServedSessions(spool, engine.shape.fingerprint, key, context.output.warning)
@@ -184,6 +186,7 @@ def serve(
         replacement=replacement,
         pinned_share=pinned_share,
     )
+    prefetch.listen(worker)
     uploader = Uploader(context, spool, AgentContext.create, flushed)
     state = StateReader(
         __version__,
@@ -195,6 +198,7 @@ def serve(
         activity,
         lambda: resident_share,
         lambda: _promise(placement.manifest),
+        lambda: prefetch.state,
     )
     agent = _described(listener, name, engine.shape.fingerprint, token)
     described = {"base_url": agent.base_url, **start}
@@ -233,6 +237,7 @@ def serve(
         finally:
             _unregister(context, agent)
             worker.stop()
+            prefetch.close()
             served.stop()
             _forget_open(context, spool, agent)
             uploader.stop()

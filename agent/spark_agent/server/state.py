@@ -11,6 +11,7 @@ from spark_agent.server.activity import Activity, Numbers, Promise
 from spark_agent.spool import Spool, SpoolStats
 
 if TYPE_CHECKING:
+    from spark_agent.server.prefetch_control import PrefetchState
     from spark_agent.server.sessions import LiveSessions
     from spark_agent.server.worker import Worker
     from spark_runtime.engine import Engine
@@ -37,6 +38,7 @@ class AgentState:
     totals: TierTotals | None
     """``None``: no tiers, every expert is where it is computed."""
     promise: Promise | None
+    prefetch: PrefetchState
     sessions_open: int
     sessions_lost: int
     spool: SpoolStats | None
@@ -57,6 +59,7 @@ class StateReader:
     activity: Activity
     resident_share: Callable[[], float]
     promise: Callable[[], Promise | None]
+    prefetch: Callable[[], PrefetchState]
 
     def __call__(self) -> AgentState:
         """The state as of now."""
@@ -74,6 +77,7 @@ class StateReader:
             resident_share=self.resident_share(),
             totals=self.engine.tier_totals,
             promise=self.promise(),
+            prefetch=self.prefetch(),
             sessions_open=len(self.sessions),
             sessions_lost=self.sessions.lost,
             spool=_spool_stats(self.spool),

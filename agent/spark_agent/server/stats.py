@@ -43,6 +43,7 @@ def agent_stats(state: AgentState) -> dict[str, Any]:
         "workloads": _workloads(numbers),
         "decode_tok_s": numbers.decode_tok_s,
         "live": _live(state),
+        "prefetch": state.prefetch.as_json(),
         "suggestion": None if numbers.suggestion is None else _suggestion(numbers),
         "sessions": {
             "open": state.sessions_open,

@@ -16,12 +16,15 @@ from spark_agent.server.scheduler import MAX_WAITING, Scheduler
 from spark_agent.server.sessions import LiveSessions
 from spark_runtime.engine import Engine
 
-__all__ = ["Worker", "WorkerLoad"]
+__all__ = ["StepWatcher", "Worker", "WorkerLoad"]
 
 _HOUSEKEEPING_S = 30.0
 _POLL_S = 0.001
 """Between two looks whether a grammar has answered, while nothing else is to be done."""
 _T = TypeVar("_T")
+StepWatcher = Callable[[Running, bool], bool]
+"""Hears on the computing thread which generation made a step, before the next one is made, and whether it was one of
+its prompt; answers whether it wants to hear of more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,7 @@ class Worker:
         self._on_done = on_done
         self._scheduler: Scheduler[Running] = Scheduler(len(engine.conversations))
         self._counted: Running | None = None
+        self._watcher: StepWatcher | None = None
         self._inbox: deque[Running] = deque()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._changed = threading.Condition()
@@ -71,6 +75,10 @@ class Worker:
         conversations = self._engine.conversations
         cached = sum(conversation.n_past for conversation in conversations)
         return WorkerLoad(len(self._scheduler.running), self.waiting, len(conversations), cached)
+
+    def watch(self, watcher: StepWatcher) -> None:
+        """Let one hear of every step but a generation's last; before :meth:`start`."""
+        self._watcher = watcher
 
     def start(self) -> None:
         """Start computing."""
@@ -189,6 +197,8 @@ class Worker:
                 if not running.step():
                     self._finish(running, None)
                     return
+                if self._watcher is not None and not self._watcher(running, in_prompt):
+                    self._watcher = None
                 spent_s = time.monotonic() - began
                 if in_prompt or running.in_wait or self._calls or spent_s >= self._scheduler.slice_s:
                     break

@@ -12,8 +12,10 @@ import time
 import pytest
 
 from spark_agent.benchmark import Benchmark, Row, Workload, identical_output
+from spark_agent.commands.bench import _prefetch_line
 from spark_agent.errors import UsageError
 from spark_agent.paths import state_dir
+from spark_agent.prefetching import Paying, Prefetch
 from spark_runtime.errors import PlanError
 from spark_runtime.gguf_file import read_gguf
 from spark_runtime.model_shape import read_model_shape, shape_of
@@ -224,5 +226,36 @@ def test_fetching_early_is_measured_where_asked_for(agent_cli):
     assert early["early_per_token"] is not None
     assert ring["early_per_token"] is None
     assert value["prefetch"].startswith("prefetch: tokens a second")
+    # Fewer tokens a second would be off on a card, too; more than noise is on, even here.
+    assert value["prefetch"].rpartition("; ")[2] in {
+        "that alone makes --prefetch auto: on",
+        "that alone makes --prefetch auto: off",
+    }
+    assert "beside" not in value["prefetch"], "what a copy takes within memory says nothing of a link"
     other = agent_cli("bench", "--json", *QUICK, *arguments[:4], "--prefetch", "off").json
     assert other["prefetch"] == "prefetch: not measured, --prefetch off"
+
+
+def test_on_a_card_it_says_what_fits_beside_a_layer_and_what_follows(monkeypatch):
+    monkeypatch.setattr("spark_agent.prefetching._ruled_out", lambda: None)
+    rows = [
+        Row("all-gpu", 1.0, decode_tok_s=100.0),
+        Row("calibrated+ring", 0.6, 1.0, decode_tok_s=50.0, cold_hits_per_token=20.0),
+        Row("calibrated+ring", 0.3, 1.0, decode_tok_s=30.0, cold_hits_per_token=40.0),
+    ]
+    value = {
+        "device": "gpu",
+        "expert_bytes": 2e6,
+        "machine": {"n_layers": 50, "link": {"bytes_per_s": 2e10, "latency_s": 1e-6, "pageable_bytes_per_s": 1e10}},
+    }
+
+    def told(decode_tok_s: float) -> str:
+        found = [*rows, Row("calibrated+prefetch", 0.6, 1.0, decode_tok_s=decode_tok_s, cold_hits_per_token=15.0)]
+        asked = {**value, "rows": [row.as_json() for row in found]}
+        return _prefetch_line(found, Prefetch.AUTO, Paying("trial", "nothing was measured here"), asked)
+
+    fits = "1.9 MiB in 100 us beside 200 us of computation"
+    by_ring = "at 60% against a ring of all slots"
+    assert told(55.0) == f"prefetch: tokens a second +10.0% {by_ring}; {fits}; that alone makes --prefetch auto: on"
+    assert told(45.0) == f"prefetch: tokens a second -10.0% {by_ring}; {fits}; that alone makes --prefetch auto: off"
+    assert told(50.5).endswith("that alone makes --prefetch auto: trial")

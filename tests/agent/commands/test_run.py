@@ -5,7 +5,9 @@ import datetime as dt
 import json
 import signal
 import socket
+import time
 
+import agent_process
 import httpx
 import pytest
 from agent_process import END_S, KEY, chat, running
@@ -17,7 +19,15 @@ from spark_agent.formats.profile import save_profile
 from spark_agent.formats.registry import import_file
 from spark_agent.identity import session_hash
 from spark_agent.manifests import ManifestStore, PullKey
-from spark_agent.paths import config_path, guesses_dir, local_key_path, manifests_dir, spool_path, state_dir
+from spark_agent.paths import (
+    config_path,
+    guesses_dir,
+    local_key_path,
+    manifests_dir,
+    prefetch_trials_dir,
+    spool_path,
+    state_dir,
+)
 from spark_agent.server.serve import bind
 from spark_agent.server.sessions import lineage_of
 from spark_runtime.model_shape import read_model_shape
@@ -405,3 +415,47 @@ def test_a_plan_tells_how_sure_experts_are_to_be_used(agent_cli, manifest, tmp_p
 )  # fmt: skip
 def test_a_coverage_that_makes_no_sense_is_refused(agent_cli, arguments):
     assert agent_cli("run", "--dry-run", *arguments).code == 2
+
+
+ANYWHERE = """
+from spark_agent import prefetching
+from spark_agent.server import prefetch_trial
+prefetching._ruled_out = lambda: None  # as on a card: over the CPU nothing would be tried
+prefetch_trial.TrialRules.__init__.__defaults__ = (8, 2, 1, 6, 1.0, (8, 12), 400)
+"""
+
+
+def test_what_was_tried_is_told_everywhere_and_known_at_the_next_start(agent_cli, kept):
+    """Times are this machine's own, so that either outcome may come."""
+    asked, text = ("--residency", "0.4", "--workload", "chat"), "How are you today?"
+    with running(*asked, "--prefetch", "off") as (_, start):
+        expected = chat(start, text)
+    with running(*asked, before=ANYWHERE) as (process, start):
+        [choice] = [choice for choice in start["choices"] if choice["what"] == "prefetch"]
+        assert choice["value"] == "1 expert a layer, on trial"
+        assert choice["reason"].startswith("nothing was measured here; serving will tell")
+        assert chat(start, text) == expected
+        deadline = time.monotonic() + 60
+        while (told := agent_process.asked(start, "/spark/stats")["prefetch"])["use"] == "trial":
+            assert time.monotonic() < deadline
+            assert told["trial"]["most_pairs"] == 12
+            agent_process.chat(start, text, 60)
+        assert told["use"] in {"on", "off"}
+        assert told["reason"].startswith("tried with ")
+        assert (told["trial"]["pairs"], told["experts"]) in {(8, told["use"] == "on"), (12, told["use"] == "on")}
+        shown = agent_cli("ps")
+        assert f" {told['use']} " in shown.out
+        assert f"prefetch: {told['use']}; {told['reason']}" in shown.err
+        assert chat(start, text) == expected
+        assert f"prefetch: {told['use']}; {told['reason']}" in agent_process.ended(process)
+    assert prefetch_trials_dir().is_dir()
+    with running(*asked, before=ANYWHERE) as (process, start):
+        [choice] = [choice for choice in start["choices"] if choice["what"] == "prefetch"]
+        assert choice["reason"] == told["reason"]
+        assert chat(start, text) == expected
+        assert agent_process.asked(start, "/spark/stats")["prefetch"] == {**told, "trial": None}
+        agent_process.ended(process)
+    # Over the CPU without further ado what a card found is no reason.
+    plain = {choice["what"]: choice for choice in agent_cli("run", "--dry-run", "--json", *asked).json["choices"]}
+    assert plain["prefetch"]["value"] == "off"
+    assert "no GPU" in plain["prefetch"]["reason"]

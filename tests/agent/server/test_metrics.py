@@ -15,12 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+from spark_agent.paired_gain import GainInterval
 from spark_agent.server.activity import CLOSED_KEPT, SECONDS, Activity, ClosedSession, Distribution, Promise
 from spark_agent.server.app import create_app
 from spark_agent.server.generation import GenerationReport
 from spark_agent.server.metrics import Metrics
 from spark_agent.server.nearest import Suggestion
 from spark_agent.server.observed import Observed, metrics_route
+from spark_agent.server.prefetch_control import PrefetchState
 from spark_agent.server.state import AgentState
 from spark_agent.server.stats import agent_stats
 from spark_agent.spool import SpoolStats
@@ -62,6 +64,7 @@ def state_of(activity: Activity, **changes: object) -> AgentState:
         "resident_share": 0.6,
         "totals": TierTotals(phases, {"prefill": 16, "decode": 8}, {"prefill": 2, "decode": 2}, phases, phases),
         "promise": Promise(0.2, 0.1, 0.3, "code"),
+        "prefetch": PrefetchState("trial", "nothing was measured", 1, 8, 32, 900, GainInterval(1.05, 1.01, 1.08)),
         "sessions_open": 3,
         "sessions_lost": 0,
         "spool": SpoolStats(pending=1, bytes=2, rejected=3, dropped=4, last_error="http://host/secret", next_try=None),
@@ -114,6 +117,9 @@ def test_the_numbers(activity):
     assert value(found, "spark_agent_cold_hits_total", phase="prefill") == 2
     assert value(found, "spark_agent_live_cold_hit_rate") == 0.25
     assert value(found, "spark_agent_promised_cold_hit_rate", bound="high") == 0.3
+    assert value(found, "spark_agent_prefetch", use="trial") == 1
+    assert value(found, "spark_agent_prefetch_trial_pairs") == 8
+    assert value(found, "spark_agent_prefetch_gain", bound="low") == 1.01
     assert value(found, "spark_agent_spool_dropped_total") == 4
     assert value(found, "spark_agent_uploads_total", result="failed") == 1
     assert value(found, "spark_agent_uploaded_histograms_total") == 3
@@ -121,9 +127,11 @@ def test_the_numbers(activity):
 
 
 def test_what_is_not_known_has_no_sample(activity):
-    state = state_of(activity, totals=None, promise=None, spool=None, resident_share=1.0)
+    resident = PrefetchState("off", "every expert is resident", 0)
+    state = state_of(activity, totals=None, promise=None, spool=None, resident_share=1.0, prefetch=resident)
     found = families(state)
-    for name in ("live_cold_hit_rate", "promised_cold_hit_rate", "spool_pending", "cold_hits"):
+    unknown = ("live_cold_hit_rate", "promised_cold_hit_rate", "spool_pending", "cold_hits")
+    for name in (*unknown, "prefetch_trial_pairs", "prefetch_gain"):
         assert found[f"spark_agent_{name}"].samples == []
     stats = agent_stats(state)
     assert (stats["spool"], stats["live"]["cold_hit_rate"], stats["tiered"]) == (None, None, False)
@@ -135,6 +143,17 @@ def test_stats_say_the_same_and_nothing_private(activity):
     assert "secret" not in json.dumps(stats, allow_nan=False) + Metrics(lambda: state).text().decode()
     assert stats["phases"]["decode"]["cold_hit_rate"] == stats["live"]["cold_hit_rate"] == 0.25
     assert stats["live"]["promised_cold_hit_rate"] == 0.2
+    assert stats["prefetch"] == {
+        "use": "trial",
+        "reason": "nothing was measured",
+        "experts": 1,
+        "trial": {
+            "pairs": 8,
+            "most_pairs": 32,
+            "tokens": 900,
+            "gain": {"estimate": 1.05, "low": 1.01, "high": 1.08},
+        },
+    }
     assert stats["generations"] == {"stop": 1, "length": 0, "cancelled": 0, "error": 0}
     assert stats["tokens"] == {"prompt": 100, "reused": 40, "completion": 10}
     assert stats["sessions"] == {

@@ -50,7 +50,7 @@ def run(residency: float | None, early: EarlyFetch = NO_EARLY_FETCH) -> dict[str
     options = EngineOptions(n_ctx=1024, n_batch=256, n_ubatch=128, n_threads=1, devices=1, repack=False, **how)
     before = [fake.fake_launches(kernel) for kernel in range(8)]
     with Engine.load(model, options) as engine:
-        digest = hashlib.sha256()
+        digest, turns, learned = hashlib.sha256(), hashlib.sha256(), {}
         for name in ("prompts", "batches", "generate"):
             digest.update(CASES[name](engine, 0).sha256.encode())
         # Long prompts: layers are fetched ahead, at 128 tokens a step, and the last layer routes a single one.
@@ -67,7 +67,16 @@ def run(residency: float | None, early: EarlyFetch = NO_EARLY_FETCH) -> dict[str
                 engine.tier.place(uniform_start(shape, again))
                 for token in range(6):
                     engine.feed([token], "decode")
-        result: dict[str, object] = {"logits": digest.hexdigest()}
+            # By turns without, as in a trial: what was learned is set aside meanwhile.
+            for way in (NO_EARLY_FETCH, early, NO_EARLY_FETCH, early):
+                learned = engine.tier.guesses() or learned
+                engine.tier.set_early(way)
+                if way.experts:
+                    engine.tier.set_guesses(learned)
+                for token in range(9):
+                    engine.feed([token], "decode")
+                    turns.update(engine.logits().tobytes())
+        result: dict[str, object] = {"logits": digest.hexdigest(), "turns": turns.hexdigest()}
         if engine.tier is not None:
             counters = engine.tier.counters()
             result |= {
