@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -84,7 +84,7 @@ class Generation:
     """One request on its way through the worker."""
 
     lineage: str
-    tokens: list[int]
+    tokens: Sequence[int]
     sampling: Sampling
     max_tokens: int | None
     stops: tuple[str, ...]
