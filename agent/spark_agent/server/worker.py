@@ -15,11 +15,11 @@ from spark_agent.server.running import Running
 from spark_agent.server.scheduler import MAX_WAITING, MAX_WAITING_TOKENS, Scheduler
 from spark_agent.server.sessions import LiveSessions
 from spark_runtime.engine import Engine
-from spark_runtime.heap import trim_heaps
 
 __all__ = ["Worker", "WorkerLoad"]
 
 _HOUSEKEEPING_S = 30.0
+"""Between two times that what is not used any more is given back, however much there is to do."""
 _POLL_S = 0.001
 """Between two looks whether a grammar has answered, while nothing else is to be done."""
 _T = TypeVar("_T")
@@ -59,7 +59,7 @@ class Worker:
         self._stopping = threading.Event()
         self._ending = False
         self._tokens_waiting = 0
-        self._next_tidy_s = self._next_trim_s = 0.0
+        self._next_tidy_s = self._next_engine_tidy_s = 0.0
         self._tidies = True
         self._thread = threading.Thread(target=self._work, name="spark-engine")
 
@@ -256,9 +256,9 @@ class Worker:
         if idle or piles_up or time.monotonic() >= self._next_tidy_s:
             self._next_tidy_s = time.monotonic() + _HOUSEKEEPING_S
             self._tidies = self._keep(self._sessions.tidy)
-        if time.monotonic() >= self._next_trim_s:
-            self._next_trim_s = time.monotonic() + _HOUSEKEEPING_S
-            trim_heaps()
+        if time.monotonic() >= self._next_engine_tidy_s:
+            self._next_engine_tidy_s = time.monotonic() + _HOUSEKEEPING_S
+            self._engine.tidy()
 
     def _keep(self, close: Callable[[], None]) -> bool:
         # A full disk must not end the thread that answers requests: counts stay in memory and are tried again.
