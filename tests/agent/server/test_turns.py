@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from spark_agent.errors import SpoolFullError
 from spark_agent.server.generation import Finished, Generation, GenerationReport, Piece
 from spark_agent.server.sessions import LiveSessions
 from spark_agent.server.worker import Worker
@@ -166,3 +167,45 @@ def test_the_numbers_of_an_answer_are_there_before_its_end(prompt: int) -> None:
                 assert order == ["error", "error"]
         finally:
             worker.stop()
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_conversations_that_keep_coming_do_not_pile_up(full: bool) -> None:
+    """While there is always something to compute; where none can be handed over it is not tried at every turn."""
+    kept: list[str] = []
+    faults: list[Exception] = []
+    most_open = 0
+
+    def keep(lineage: str, _workload: str | None, _counts: SessionCounts) -> None:
+        if full:
+            raise SpoolFullError("no room")
+        kept.append(lineage)
+
+    def done(_report: GenerationReport) -> None:
+        nonlocal most_open
+        most_open = max(most_open, len(sessions))
+
+    options = EngineOptions(n_ctx=256, n_threads=1, n_outputs_max=1, n_seq_max=2)
+    with Engine.load(demo_model_path(), options) as engine:
+        sessions = LiveSessions(engine.shape, keep, lambda: 0.0, 2)
+        sessions.max_open = sessions.max_kept = 4
+        worker = Worker(engine, sessions, faults.append, on_done=done)
+
+        async def ask() -> None:
+            tokens = engine.tokenize(PROMPTS[0])
+            generations = [Generation(str(number), tokens, Sampling(), 2, ()) for number in range(24)]
+            for generation in generations:
+                worker.submit(generation)
+            worker.start()
+            await asyncio.gather(*map(heard, generations))
+
+        try:
+            asyncio.run(ask())
+        finally:
+            worker.stop()
+    if full:
+        assert len(faults) <= 4, "the first attempts and the end"
+    else:
+        assert faults == []
+        assert most_open <= 6
+        assert sorted(map(int, kept)) == list(range(24))
