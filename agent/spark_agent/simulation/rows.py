@@ -73,6 +73,13 @@ class TunedRow:
     cold_hit_rate: float
     default_cold_hit_rate: float
     tried: int
+    early_experts: int | None = None
+    """Of the way of fetching early with the most predicted tokens a second, 0 for none; ``None``: not searched."""
+    early_threshold: float | None = None
+    predicted_tok_s: float | None = None
+    """On the calibration sessions."""
+    default_predicted_tok_s: float | None = None
+    """As the runtime fetches early."""
 
     def as_json(self) -> dict[str, Any]:
         """The row's columns."""

@@ -11,9 +11,9 @@ from spark_agent.simulation.counts import count_rows, given_profile
 from spark_agent.simulation.early import early_start, given_guesses, is_given, parse_early
 from spark_agent.simulation.rows import Report, Row, TunedRow
 from spark_agent.simulation.sources import Source
+from spark_agent.simulation.speeds import Speeds
 from spark_runtime.early_fetch import EarlyFetch
 from spark_runtime.simulator.policies import CACHES, POLICIES, Cache, PolicyName
-from spark_runtime.simulator.pools import MAX_SLOT_TOKENS
 from spark_runtime.simulator.study import (
     PROFILES,
     Judgement,
@@ -24,11 +24,10 @@ from spark_runtime.simulator.study import (
     equal_slots,
     placed_slots,
 )
-from spark_runtime.simulator.tuning import tune
+from spark_runtime.simulator.tuning import TunedEarly, tune, tune_early
 
 if TYPE_CHECKING:
     from spark_agent.simulation.machines import MachineFigures
-    from spark_runtime.simulator.cost import Machine
     from spark_runtime.simulator.guesses import EarlyStart, Guesser
 
 __all__ = ["Plan", "SlotsOf", "run"]
@@ -132,6 +131,7 @@ def run(
 ) -> Report:
     """Simulate; raises :class:`SparkError` when the input cannot answer at all."""
     report = Report([], [], [*source.notes])
+    speeds = Speeds.of(figures, source, plan, report)
     if plan.early and source.kind != "trace":
         raise SparkError(
             "fetching early needs the order of selections, so a trace", "spark-agent record --trace FOLDER"
@@ -139,15 +139,21 @@ def run(
     if plan.early and ("scored" not in plan.policies or "pool" not in plan.sharings):
         raise UsageError("--early is of the scored policy in one pool", "leave --policy scored and --sharing pool in")
     if source.kind == "trace":
-        _trace_rows(plan, source, workload, report, advance)
+        _trace_rows(plan, source, workload, report, speeds, advance)
     else:
         count_rows(plan, source, workload, report)
-    _predict(report, source, figures, plan)
+    if speeds is not None:
+        report.rows = [replace(row, predicted_tok_s=speeds.tok_s(row)) for row in report.rows]
     return report
 
 
 def _trace_rows(
-    plan: Plan, source: Source, workload: str | None, report: Report, advance: Callable[[float], None]
+    plan: Plan,
+    source: Source,
+    workload: str | None,
+    report: Report,
+    speeds: Speeds | None,
+    advance: Callable[[float], None],
 ) -> None:
     if workload is not None and workload not in source.workloads:
         raise SparkError(f"no session of {workload}", f"found {', '.join(sorted(set(source.workloads)))}")
@@ -190,7 +196,7 @@ def _trace_rows(
             report.rows.append(_finished(row, study, slots, plan, cache))
             advance(1)
         if plan.tune:
-            _tune(plan, study, residency, report)
+            _tune(plan, study, residency, report, speeds)
 
 
 def _slots(study: Study, residency: float, profile: ProfileName, slots_of: SlotsOf) -> list[int]:
@@ -280,7 +286,7 @@ def _finished(row: Row, study: Study, slots: Sequence[int], plan: Plan, cache: C
     )
 
 
-def _tune(plan: Plan, study: Study, residency: float, report: Report) -> None:
+def _tune(plan: Plan, study: Study, residency: float, report: Report, speeds: Speeds | None) -> None:
     for sharing in plan.sharings:
         for profile in plan.profiles:
             if sharing == "placed" and profile == "none":
@@ -290,11 +296,12 @@ def _tune(plan: Plan, study: Study, residency: float, report: Report) -> None:
                 slots = _slots(study, residency, profile, sharing)
                 found = tune(study, cache, slots, profile)
                 cache = replace(cache, decay=found.decay, prior_tokens=found.prior_tokens)
+                early = _tuned_early(plan, study, cache, slots, profile, speeds)
                 start = early_start(plan.guesses, profile, len(study.calibrating))
-                judged = [
-                    (way, study.judge(way, slots, profile, plan.positions))
-                    for way in (cache, *_early_ways(plan, cache, start))
-                ]
+                ways = [cache, *_early_ways(plan, cache, start)]
+                if early is not None and early.early not in {way.early for way in ways}:
+                    ways.append(replace(cache, early=early.early, early_from=start))
+                judged = [(way, study.judge(way, slots, profile, plan.positions)) for way in ways]
             except TraceTooSmallError as error:
                 _note(report, f"{profile} profiles are not tuned: {error}")
                 continue
@@ -308,6 +315,10 @@ def _tune(plan: Plan, study: Study, residency: float, report: Report) -> None:
                     found.cold_hit_rate,
                     found.default_cold_hit_rate,
                     found.tried,
+                    None if early is None else early.early.experts,
+                    None if early is None or not early.early.experts else early.early.threshold,
+                    None if early is None else round(early.tok_s, 2),
+                    None if early is None else round(early.usual_tok_s, 2),
                 )
             )
             for way, judgement in judged:
@@ -315,44 +326,13 @@ def _tune(plan: Plan, study: Study, residency: float, report: Report) -> None:
                 report.rows.append(_finished(row, study, slots, plan, way))
 
 
-def _predict(report: Report, source: Source, figures: MachineFigures | None, plan: Plan) -> None:
-    if figures is None:
-        if plan.pageable_share:
-            raise UsageError("--pageable needs a machine's figures", "pass --machine BENCH.json")
-        return
-    machine, measured = figures.machine, figures.expert_bytes
-    if plan.pageable_share and (machine.pageable_bytes_per_s is None or machine.link_bytes_per_s is None):
-        raise UsageError(
-            "nothing says what a copy from memory that is not locked takes",
-            "pass --link and --pageable-link, or the --machine of a newer spark-agent bench",
-        )
-    own = source.mean_expert_bytes
-    if machine.link_bytes_per_s is not None and own is None:
-        raise SparkError(
-            "a link's rate tells nothing where the bytes of an expert are not known", "use a recorded trace"
-        )
-    if machine.link_bytes_per_s is None and own and measured and not 0.9 < own / measured < 1.1:
-        report.notes.append(
-            f"a miss was measured with experts of {measured:.0f} bytes, these have {own:.0f}: pass --link and --miss-us"
-        )
-    if figures.fingerprint is not None and figures.fingerprint != source.fingerprint:
-        report.notes.append("a token's time was measured with another model: pass --token-ms for this one's")
-    report.rows = [replace(row, predicted_tok_s=_rate(machine, row, source, plan)) for row in report.rows]
-
-
-def _rate(machine: Machine, row: Row, source: Source, plan: Plan) -> float | None:
-    """Tokens a second; of prompts only where experts are fetched layer by layer, and everything is known."""
-    expert_bytes, pageable, ubatch = source.mean_expert_bytes or 0.0, plan.pageable_share, plan.ubatch
-    if row.phase != "prefill":
-        if row.loads_per_token is None:
-            return None
-        known = machine if machine.n_layers else replace(machine, n_layers=len(source.layers))
-        early = row.early_layers_per_token
-        return round(known.decode_tok_s(row.loads_per_token, expert_bytes, pageable, early), 2)
-    if machine.prompt_token_s is None or machine.link_bytes_per_s is None or ubatch <= MAX_SLOT_TOKENS:
+def _tuned_early(
+    plan: Plan, study: Study, cache: Cache, slots: Sequence[int], profile: ProfileName, speeds: Speeds | None
+) -> TunedEarly | None:
+    """Only where something is fetched early, and figures say which way is faster."""
+    if not plan.early or speeds is None or cache.sharing != "pool" or plan.in_batches:
         return None
-    absent = sum(layer.n_experts for layer in source.layers) * (1 - row.residency) / len(source.layers)
-    return round(machine.prefill_tok_s(ubatch, [absent] * len(source.layers), expert_bytes, pageable), 2)
+    return tune_early(study, cache, slots, profile, speeds.judged_tok_s)
 
 
 def _note(report: Report, text: str) -> None:

@@ -202,6 +202,26 @@ def test_tuned_slots_fetch_early_too(spark_cli, folder) -> None:
     assert off["decay"] == row["decay"] == tuned["decay"]
     assert row["early_guesses"] == "calibrated"
     assert row["cold_hit_rate"] < off["cold_hit_rate"]
+    assert tuned["early_experts"] is None
+
+
+@pytest.mark.parametrize(("copy_us", "experts"), [(1, {2, 3, 4}), (500, {0})])
+def test_the_fastest_way_is_found_for_a_machine(spark_cli, folder, shape, tmp_path, copy_us, experts) -> None:
+    """Beside a layer of 10 us fit all copies, or next to nothing of one, and then fetching early only loses."""
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps({"token_s": len(shape.layers) * 1e-5, "miss_s": copy_us * 1e-6}))
+    arguments = (*SCORED, "--profile", "mixed", "--early", "1", "--tune", "--machine", path)
+    report = spark_cli("simulate", folder, *arguments, "--json").json
+    [tuned] = report["tuned"]
+    found_experts = tuned["early_experts"]
+    assert found_experts in experts
+    assert tuned["predicted_tok_s"] >= tuned["default_predicted_tok_s"]
+    found = [row for row in report["rows"] if row["policy"] == "scored_tuned"]
+    ways = {(row["early_experts"], row["early_threshold"]) for row in found}
+    assert {(None, None), (1, 0.3), (found_experts or None, tuned["early_threshold"])} == ways
+    told = spark_cli("simulate", folder, *arguments).err
+    way = f"--early {found_experts}:" if found_experts else "nothing early"
+    assert f"fastest there with {way}" in told
 
 
 def test_a_picture_tells_the_ways_apart(spark_cli, folder, tmp_path) -> None:

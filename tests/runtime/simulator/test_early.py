@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_traces import related
 
 from spark_runtime.early_fetch import NO_EARLY_FETCH, EarlyFetch
 from spark_runtime.errors import TierError
@@ -146,17 +147,6 @@ def test_it_guesses_and_learns_as_the_runtime(case: Case) -> None:
         row += size
     for layer, weights in enumerate(learned):
         np.testing.assert_array_equal(weights, native.guesses(layer))
-
-
-def related(n_tokens: int, n_layers: int, n_experts: int, top_k: int, sessions: int, seed: int = 0) -> Trace:
-    """Layers whose selections tell the next one's; how they do is the same for every number of tokens."""
-    model, random = np.random.default_rng(1), np.random.default_rng(seed)
-    renamed = np.stack([model.permutation(n_experts) for _ in range(n_layers)])
-    topic = random.gumbel(size=(n_tokens, n_experts)) + model.gumbel(size=n_experts)
-    scores = topic[:, renamed] + 0.3 * random.gumbel(size=(n_tokens, n_layers, n_experts))
-    ids = np.argsort(-scores, axis=2)[:, :, :top_k].astype(np.int32)
-    offsets = np.linspace(0, n_tokens, sessions + 1).astype(np.int64)
-    return Trace(tuple(ids[:, layer] for layer in range(n_layers)), (n_experts,) * n_layers, offsets)
 
 
 @pytest.mark.parametrize(("experts", "threshold"), [(1, 0.3), (2, 0.1), (16, -1.0)])
