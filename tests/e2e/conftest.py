@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,6 +51,14 @@ class Machine:
         done = self.run("spark_agent.cli", *arguments)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout) if done.stdout.strip() else {}
+
+    def agents(self) -> list[dict[str, Any]]:
+        """What ``spark-agent ps`` knows; on a busy machine an agent may answer only the next time it is asked."""
+        deadline = time.monotonic() + STOP_S
+        while True:
+            found: list[dict[str, Any]] = self.agent("ps", "--json")["agents"]
+            if all(one["answers"] for one in found) or time.monotonic() > deadline:
+                return found
 
     @contextmanager
     def serving(self, module: str, *arguments: str) -> Iterator[tuple[Mapping[str, Any], subprocess.Popen[str]]]:

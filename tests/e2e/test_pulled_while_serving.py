@@ -93,7 +93,7 @@ def test_what_is_pulled_reaches_a_running_agent(machine: Any, service: str, make
         assert answers(start) == before, "placement changes no token"
         assert placement(start)["live_cold_hit_rate"] > 0
 
-        (shown,) = machine.agent("ps", "--json")["agents"]
+        (shown,) = machine.agents()
         assert (shown["pid"], shown["problem"]) == (process.pid, None)
         live = shown["stats"]["live"]
         assert (live["placement"], live["promised_cold_hit_rate"]) == ("code", manifest["expected"]["cold_hit_rate"])
@@ -104,7 +104,7 @@ def test_what_is_pulled_reaches_a_running_agent(machine: Any, service: str, make
         assert "applied to the agent" in said
         assert placement(start)["profile_revision"] == second["manifest"]["profile_revision"]
         assert answers(start) == before
-        (again,) = machine.agent("ps", "--json")["agents"]
+        (again,) = machine.agents()
         assert again["pid"] == process.pid, "without a restart"
 
 
