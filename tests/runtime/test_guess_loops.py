@@ -49,7 +49,7 @@ class Plain:
     """``native/predictor.h`` in NumPy."""
 
     def __init__(self, pool: SlotPool, top_k: tuple[int, ...]) -> None:
-        self.weights = [pool.guesses(layer).astype(np.int64) for layer in range(pool.n_layers)]
+        self.weights = [pool.guesses(layer).astype(np.int32) for layer in range(pool.n_layers)]
         self.top_k = top_k
 
     def rows(self, layer: int, ids: list[NDArray[np.int64]]) -> NDArray[np.int64]:
@@ -60,7 +60,7 @@ class Plain:
         return np.concatenate([*found, [start]])
 
     def guess(self, layer: int, ids: list[NDArray[np.int64]]) -> NDArray[np.int64]:
-        total: NDArray[np.int64] = self.weights[layer][self.rows(layer, ids)].sum(axis=0)
+        total: NDArray[np.int64] = self.weights[layer][self.rows(layer, ids)].sum(axis=0, dtype=np.int64)
         return total
 
     def learn(self, ids: list[NDArray[np.int64]]) -> None:
@@ -79,10 +79,10 @@ def filled(fill: str, shape: tuple[int, ...], random: np.random.Generator) -> ND
         return np.zeros(shape, np.int16)
     if fill in ("top", "bottom"):
         return np.full(shape, INT16.max if fill == "top" else INT16.min, np.int16)
-    wild = random.integers(INT16.min, INT16.max + 1, shape)
+    wild = random.integers(INT16.min, INT16.max, shape, np.int16, endpoint=True)
     if fill == "ends":
-        return np.where(wild < 0, INT16.min, INT16.max).astype(np.int16)
-    return (wild // (300 if fill == "small" else 1)).astype(np.int16)
+        return np.where(wild < 0, np.int16(INT16.min), np.int16(INT16.max))
+    return wild // np.int16(300) if fill == "small" else wild
 
 
 @settings(deadline=None, max_examples=60)
