@@ -37,6 +37,8 @@ class EarlyEffect:
     """Of the cold hits; below 0 where there were more."""
     fetched_per_cold_hit: float
     """Experts fetched early for each cold hit that there would have been."""
+    used_share: float = 1.0
+    """Of these experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ class Measured:
         left = cold_hits_per_token * (1.0 - self.early.saved_share)
         # At most one for each layer but the first.
         fetched = min(cold_hits_per_token * self.early.fetched_per_cold_hit, self.machine.n_layers - 1.0)
-        return self.machine.decode_tok_s(left, self.expert_bytes, pageable_share, (fetched,))
+        return self.machine.decode_tok_s(left, self.expert_bytes, pageable_share, (fetched,), self.early.used_share)
 
     def offload_tok_s(self, share_on_cpu: float) -> float | None:
         """The same with such a share of the experts' bytes left to the CPU, between what was measured."""
@@ -157,14 +159,21 @@ def measured_of(value: Mapping[str, Any]) -> Measured:
 def _early_effect(paired: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> EarlyEffect | None:
     """Of rows with experts fetched early, each with the one that differs in nothing else."""
     counted = [
-        (float(row["cold_hits_per_token"]), float(row["early_per_token"]), float(other["cold_hits_per_token"]))
+        (
+            float(row["cold_hits_per_token"]),
+            float(row["early_per_token"]),
+            float(
+                row["early_per_token"] * (row["early_used_share"] if row.get("early_used_share") is not None else 1.0)
+            ),
+            float(other["cold_hits_per_token"]),
+        )
         for row, other in paired
         if row.get("early_per_token") is not None and other.get("cold_hits_per_token")
     ]
     if not counted:
         return None
-    cold, early, without = (sum(each) for each in zip(*counted, strict=True))
-    return EarlyEffect(1.0 - cold / without, early / without)
+    cold, early, used, without = (sum(each) for each in zip(*counted, strict=True))
+    return EarlyEffect(1.0 - cold / without, early / without, used / early if early else 1.0)
 
 
 def _path(fingerprint: str, machine: str) -> Path:

@@ -197,11 +197,13 @@ def predicted_early(rows: Sequence[Row]) -> list[str]:
     lines = _head(
         ["resident", *(named.get(way, "{} from {}".format(*way.split(":")) if ":" in way else way) for way in ways)]
     )
-    for residency in dict.fromkeys(row["residency"] for row in rows):
-        found = [_one(rows, residency=residency, early=way) for way in ways]
+    for residency in sorted({row["residency"] for row in rows}, reverse=True):
+        found = {row["early"]: row for row in rows if row["residency"] == residency}
         cells = [
             f"{row['decode_tok_s']:.1f} ({row['predicted_tok_s_link_alone']:.1f}, {row['predicted_tok_s_fitted']:.1f})"
-            for row in found
+            if (row := found.get(way))
+            else ""
+            for way in ways
         ]
         lines.append(_line([f"{residency:.0%}", *cells]))
     return lines

@@ -1,11 +1,12 @@
 """Tokens a second that the cost model predicts with experts fetched early, beside what was measured.
 
-Usage: predicted_early.py --measured EARLY.json --link LINK.json --bench BENCH.json [--out FILE]
+Usage: predicted_early.py --measured EARLY.json --layers N --link LINK.json --bench BENCH.json [--out FILE]
 
-EARLY is of ``early_fetch_speed.py``, LINK says what a copy takes (``link-h200.json``), BENCH is of ``spark-agent bench
---prefetch on`` of a model of that shape, for its token with every expert resident. Predicted from these alone, and with
-the two things that they do not say, the search for a slot in each miss and what passes of a layer until an early copy
-begins, fitted to the rows of one residency. Cold hits and experts fetched early are those that each run counted. For
+EARLY holds what ``early_fetch_speed.py`` wrote of copies that give way, LINK says what a copy takes
+(``link-h200.json``), BENCH is of ``spark-agent bench --prefetch on`` of a model of that shape, for its token with
+every expert resident: a model of other layers takes its share of that. Predicted from these alone, and with the two
+things that they do not say, the search for a slot in each miss and what passes of a layer until an early copy begins,
+fitted to the rows of one residency. Cold hits and experts fetched early and used are those that each run counted. For
 how many layers one was fetched, two, and so on, follows from the count where at most one may be; else it is taken to
 fall from each number to the next by one factor, which the count gives.
 """
@@ -20,11 +21,11 @@ from typing import Any
 import numpy as np
 from report import parser_of, report
 
-from spark_runtime.simulator.cost import Machine, MeasuredRun
+from spark_runtime.simulator.cost import Machine, MeasuredRun, used_share
 
 Row = dict[str, Any]
-EARLY_RUN = "routers alike"
-"""The run whose next layers can be guessed, with all residencies and ways."""
+EARLY_RUN = "gives_way"
+"""Routers alike, so that the next layers can be guessed; with all residencies and ways."""
 _MOST_FACTOR = 1e6
 
 
@@ -50,10 +51,17 @@ def early_layers(row: Row, n_layers: int) -> tuple[float, ...] | None:
     return layers_by_experts(row["early_per_token"], most, n_layers)
 
 
+def used(row: Row) -> float:
+    """Share of the experts fetched early."""
+    return used_share(row["used_per_token"], row["early_per_token"])
+
+
 def fitted(machine: Machine, rows: Sequence[Row], expert_bytes: float) -> Machine:
     """With the times that rows of one residency tell; a layer's own cannot be told from a miss's there."""
     runs = [
-        MeasuredRun(row["decode_tok_s"], row["cold_hits_per_token"], early_layers=early_layers(row, machine.n_layers))
+        MeasuredRun(
+            row["decode_tok_s"], row["cold_hits_per_token"], 0.0, early_layers(row, machine.n_layers), used(row)
+        )
         for row in rows
     ]
     return Machine.fitted(machine.token_s, runs, expert_bytes, machine.link_bytes_per_s, machine.n_layers)
@@ -64,9 +72,11 @@ def predicted(
 ) -> Iterator[Row]:
     for row in rows:
         layers = early_layers(row, link_alone.n_layers)
-        found: Row = {key: row[key] for key in ("residency", "early", "cold_hits_per_token", "early_per_token")}
+        found: Row = {
+            key: row[key] for key in ("residency", "early", "cold_hits_per_token", "early_per_token", "used_per_token")
+        }
         for name, machine in (("link_alone", link_alone), ("fitted", with_fit)):
-            tok_s = machine.decode_tok_s(row["cold_hits_per_token"], expert_bytes, early_layers=layers)
+            tok_s = machine.decode_tok_s(row["cold_hits_per_token"], expert_bytes, 0.0, layers, used(row))
             found[f"predicted_tok_s_{name}"] = round(tok_s, 1)
             found[f"off_by_{name}"] = round(tok_s / row["decode_tok_s"] - 1, 4)
         yield found | {
@@ -82,13 +92,15 @@ def main() -> None:
     parser.add_argument("--measured", type=Path, required=True)
     parser.add_argument("--link", type=Path, required=True)
     parser.add_argument("--bench", type=Path, required=True)
+    parser.add_argument("--layers", type=int, required=True, help="of the model that EARLY is of")
     parser.add_argument("--fit-residency", type=float, default=0.45)
     options = parser.parse_args()
-    run = json.loads(options.measured.read_text())["runs"][EARLY_RUN]
+    run = json.loads(options.measured.read_text())[EARLY_RUN]
     link = json.loads(options.link.read_text())
     bench = json.loads(options.bench.read_text())
     token_s = 1 / next(row["decode_tok_s"] for row in bench["rows"] if row["config"] == "all-gpu")
-    n_layers, expert_bytes = bench["machine"]["n_layers"], float(run["expert_bytes"])
+    n_layers, expert_bytes = options.layers, float(run["expert_bytes"])
+    token_s *= n_layers / bench["machine"]["n_layers"]
     alone = Machine(token_s, link["link"]["latency_s"], link["link"]["bytes_per_s"], n_layers=n_layers)
     of_fit = [row for row in run["rows"] if row["residency"] == options.fit_residency]
     fit = fitted(alone, of_fit, expert_bytes)

@@ -164,6 +164,7 @@ def fitted_machine(value: Mapping[str, Any], token_s: float = 0.0) -> Machine:
             _number(row, "pageable_share") or 0.0,
             # It fetches one expert of a layer and token.
             (float(row["early_per_token"]),),
+            1.0 if row.get("early_used_share") is None else float(row["early_used_share"]),
         )
         for row in rows
         if row["config"] == PREFETCHED

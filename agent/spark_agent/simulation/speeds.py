@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from spark_agent.errors import SparkError, UsageError
+from spark_runtime.simulator.cost import used_share
 from spark_runtime.simulator.pools import MAX_SLOT_TOKENS
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ class Speeds:
         if row.phase != "prefill":
             if row.loads_per_token is None:
                 return None
-            return round(self._decode_tok_s(row.loads_per_token, row.early_layers_per_token), 2)
+            used = used_share(row.early_used_per_selection or 0.0, row.early_per_selection or 0.0)
+            return round(self._decode_tok_s(row.loads_per_token, row.early_layers_per_token, used), 2)
         if (
             self.machine.prompt_token_s is None
             or self.machine.link_bytes_per_s is None
@@ -79,9 +81,12 @@ class Speeds:
 
     def judged_tok_s(self, judged: Judgement) -> float:
         """Decoded tokens."""
+        early = judged.early
+        if early is None:
+            return self._decode_tok_s(judged.loads_per_token, None)
         return self._decode_tok_s(
-            judged.loads_per_token, None if judged.early is None else judged.early.layers_by_experts
+            judged.loads_per_token, early.layers_by_experts, used_share(early.used, early.fetched)
         )
 
-    def _decode_tok_s(self, loads_per_token: float, early_layers: Sequence[float] | None) -> float:
-        return self.machine.decode_tok_s(loads_per_token, self.expert_bytes, self.pageable_share, early_layers)
+    def _decode_tok_s(self, loads_per_token: float, early_layers: Sequence[float] | None, used: float = 1.0) -> float:
+        return self.machine.decode_tok_s(loads_per_token, self.expert_bytes, self.pageable_share, early_layers, used)

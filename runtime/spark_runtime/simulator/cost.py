@@ -8,12 +8,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-__all__ = ["Machine", "MeasuredRun"]
+__all__ = ["Machine", "MeasuredRun", "used_share"]
 
 _TOLD_APART = 1.5
 """So many times as many misses as another run had: then the two say what one takes."""
 _GUESSES_TRIED = 2001
 """Times that a guess may take, from none to as long as a layer."""
+
+
+def used_share(used: float, fetched: float) -> float:
+    """Of experts fetched early; all of none."""
+    return min(used / fetched, 1.0) if fetched else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +31,8 @@ class MeasuredRun:
     """Of the copies, from memory that is not locked."""
     early_layers: tuple[float, ...] | None = None
     """Layers of a token for which one expert was fetched early, two, and so on; ``None``: nothing was guessed."""
+    early_used_share: float = 1.0
+    """Of the experts fetched early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +43,9 @@ class Machine:
     expert that has to be copied first what a fetch takes and its bytes over the link. Copies of decode are not hidden:
     a layer cannot start before its experts are there. Of a prompt the next layer is fetched while this one computes.
 
-    What is fetched early follows the copies that its layer waited for, one after the other, once the guess is made,
-    and the next layer waits for all of it before it brings what else it needs. So there is one copy at a time on the
-    link, and early copies cost what of the guess and of them is longer than a layer computes.
+    What is fetched early follows the copies that its layer waited for, one after the other, once the guess is made.
+    There is one copy at a time on the link, and early ones give way: the next layer waits for what of the guess and of
+    them is longer than a layer computes, but only where it selects what was fetched.
     """
 
     token_s: float
@@ -75,20 +82,24 @@ class Machine:
         expert_bytes: float = 0.0,
         pageable_share: float = 0.0,
         early_layers: Sequence[float] | None = None,
+        early_used_share: float = 1.0,
     ) -> float:
         """Tokens a second when so many experts are copied for each; ``expert_bytes`` is their mean size.
 
         ``pageable_share`` of the copies come from memory that is not locked. ``early_layers`` are the layers of a token
-        for which one expert is fetched early besides, two, and so on; ``None``: nothing is guessed. Raises
+        for which one expert is fetched early besides, two, and so on; ``None``: nothing is guessed. Of these experts
+        ``early_used_share`` are selected, all ranks of guesses alike. Raises
         ``ValueError`` for a share of memory that is not locked where its rate is not known, and for early copies where
         the number of layers is not.
         """
         copy_s = self.miss_s + self._copy_s(expert_bytes, pageable_share)
-        early_s = 0.0 if early_layers is None else self.guess_token_s + self._waits_s(copy_s, early_layers)
+        early_s = 0.0
+        if early_layers is not None:
+            early_s = self.guess_token_s + early_used_share * self._waits_s(copy_s, early_layers)
         return 1.0 / (self.token_s + self.n_layers * self.layer_s + loads_per_token * copy_s + early_s)
 
     def _waits_s(self, copy_s: float, early_layers: Sequence[float]) -> float:
-        """What a token's layers wait for copies that were begun before their routers chose."""
+        """What a token's layers would wait for copies begun before their routers chose, if they selected all of it."""
         if not any(early_layers):
             return 0.0
         if not self.n_layers:
@@ -195,7 +206,10 @@ class Machine:
 def _unexplained_s(machine: Machine, runs: Sequence[MeasuredRun], expert_bytes: float) -> np.ndarray:
     """What a token of each run took longer than predicted."""
     predicted = [
-        machine.decode_tok_s(run.loads_per_token, expert_bytes, run.pageable_share, run.early_layers) for run in runs
+        machine.decode_tok_s(
+            run.loads_per_token, expert_bytes, run.pageable_share, run.early_layers, run.early_used_share
+        )
+        for run in runs
     ]
     return np.array([1.0 / run.decode_tok_s for run in runs]) - 1.0 / np.array(predicted)
 

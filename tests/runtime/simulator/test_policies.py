@@ -336,6 +336,8 @@ def test_an_early_copy_costs_what_a_layer_does_not_hide() -> None:
     assert waited_s(4) == pytest.approx(0, abs=1e-12)
     assert waited_s(4, 2) == pytest.approx(2 * 2e-5)
     assert waited_s(1, 2, 0.5) == pytest.approx(2 * 2e-5 + 0.5 * 7e-5)
+    half = 1 / machine.decode_tok_s(3, 2e6, early_layers=(4, 2), early_used_share=0.5)
+    assert half - 1 / machine.decode_tok_s(3, 2e6) == pytest.approx(2e-5), "what is not selected is not waited for"
     slow = Machine(1e-3, 1e-5, 5e10, pageable_bytes_per_s=1e10, n_layers=10)
     locked, other = (1 / slow.decode_tok_s(0, 2e6, share, (1,)) for share in (0.0, 1.0))
     assert other - locked == pytest.approx(1e-5 + 2e-4 - 1e-4)
@@ -351,19 +353,22 @@ def test_an_early_copy_costs_what_a_layer_does_not_hide() -> None:
 @given(
     guess_us=st.floats(0, 99),
     layers=st.lists(st.floats(0.1, 5), min_size=1, max_size=4),
+    used=st.floats(0.1, 1),
     host=st.booleans(),
 )
 def test_what_a_guess_takes_comes_back_from_runs_that_fetched_early(
-    guess_us: float, layers: list[float], host: bool
+    guess_us: float, layers: list[float], used: float, host: bool
 ) -> None:
     guess = {"guess_token_s": guess_us * 1e-6} if host else {"guess_s": guess_us * 1e-6}
     machine = Machine(1e-3, 1e-5, 5e10, n_layers=10, **guess)
     runs = [MeasuredRun(machine.decode_tok_s(loads, 2e6), loads) for loads in (3.0, 9.0)]
-    runs.append(MeasuredRun(machine.decode_tok_s(2.0, 2e6, early_layers=layers), 2.0, 0.0, tuple(layers)))
+    measured = machine.decode_tok_s(2.0, 2e6, early_layers=layers, early_used_share=used)
+    runs.append(MeasuredRun(measured, 2.0, 0.0, tuple(layers), used))
     found = Machine.fitted(1e-3, runs, 2e6, 5e10, 10, host_guesses=host)
     for early in ((1.0,), tuple(layers)):
-        expected = machine.decode_tok_s(2.0, 2e6, early_layers=early)
-        assert found.decode_tok_s(2.0, 2e6, early_layers=early) == pytest.approx(expected, rel=1e-3)
+        expected = machine.decode_tok_s(2.0, 2e6, early_layers=early, early_used_share=used)
+        told = found.decode_tok_s(2.0, 2e6, early_layers=early, early_used_share=used)
+        assert told == pytest.approx(expected, rel=1e-3)
     assert (found.guess_s == 0) if host else (found.guess_token_s == 0)
     assert found.guess_s <= 1e-4
 
