@@ -42,7 +42,7 @@ class Machine:
             capture_output=True,
             text=True,
             stdin=subprocess.DEVNULL,
-            timeout=240,
+            timeout=600,
             check=False,
         )
 

@@ -20,6 +20,7 @@ from spark_runtime.errors import PlanError
 from spark_runtime.gguf_file import read_gguf
 from spark_runtime.model_shape import read_model_shape, shape_of
 from spark_runtime.models import demo_model_path
+from spark_runtime.native.build import library_path
 from spark_runtime.tier_plan import cards
 
 LONG = ("--tokens", "500", *(word for share in range(10, 100, 5) for word in ("--residency", f"0.{share}")))
@@ -198,6 +199,7 @@ def test_nothing_that_fits_is_an_error(quick, monkeypatch):
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.3, 1.0])
 def test_ctrl_c_ends_it(delay_s):
+    library_path()  # what would be built first is waited for
     command = [sys.executable, "-c", "from spark_agent.cli import main; main()", "bench", "--json", "--threads", "1"]
     with subprocess.Popen(
         [*command, *LONG], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)

@@ -18,6 +18,7 @@ from spark_agent.spool import Spool
 from spark_agent.traces import load_traces
 from spark_runtime.model_shape import read_model_shape
 from spark_runtime.models import demo_model_path
+from spark_runtime.native.build import library_path
 from spark_schemas.histogram import SessionHistogram
 from spark_schemas.invariants import check_session
 
@@ -296,7 +297,7 @@ def test_a_full_disk_keeps_what_was_recorded(tmp_path, kept):
         [*COMMAND, "--sessions", path, "--workload", "chat", "--trace", trace],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
         preexec_fn=limit,
     )
@@ -310,7 +311,7 @@ def test_a_full_disk_keeps_what_was_recorded(tmp_path, kept):
     assert len(load_traces(trace).sessions) >= len(kept_before)
     # With room again, the rest is added.
     again = subprocess.run(
-        [*COMMAND, "--sessions", path, "--workload", "chat"], capture_output=True, timeout=240, check=True
+        [*COMMAND, "--sessions", path, "--workload", "chat"], capture_output=True, timeout=600, check=True
     )
     assert json.loads(again.stdout)["sessions"] == 60
     assert len(kept()) == 60
@@ -322,6 +323,7 @@ def test_ctrl_c_keeps_what_was_recorded(tmp_path, kept, monkeypatch, until):
     (path / "0.txt").write_text(TEXT)
     # The second text never ends: a pipe nobody writes to would block the reading, so it is merely long.
     (path / "1.txt").write_text(TEXT * 20_000)
+    library_path()  # what would be built first is waited for
     process = subprocess.Popen(
         [*COMMAND, "--sessions", path, "--workload", "chat"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
