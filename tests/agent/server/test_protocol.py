@@ -294,11 +294,11 @@ def test_a_failure_in_a_stream_is_its_last_event(agent, monkeypatch, caplog, fau
     assert agent.answer()
 
 
-def test_a_full_spool_does_not_stop_the_server(serve, monkeypatch, until):
-    monkeypatch.setattr("spark_agent.server.sessions.MAX_OPEN", 1)
+def test_a_full_spool_does_not_stop_the_server(serve, until):
     full = threading.Event()
     full.set()
     with serve(refuse=lambda: OSError("no space left") if full.is_set() else None) as agent:
+        agent.sessions.max_open = 1
         for number in range(4):
             assert agent.answer(f"question {number}", max_tokens=2)
         until(lambda: bool(agent.complaints))
