@@ -1,7 +1,7 @@
-"""``spark-agent`` with a thread that writes what is in use inside it: agent_inside.py FILE SECONDS run …
+"""``spark-agent`` with a thread that writes what is in use inside it: agent_inside.py FILE SECONDS [--untrimmed] run …
 
 One JSON object a line. What the system sees of a process is what its heaps grew to; whether that is a leak or room
-between what is in use only the C library can tell.
+between what is in use only the C library can tell. ``--untrimmed``: what was freed is not given back.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+
+from spark_runtime import heap
 
 _MALLINFO = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
 
@@ -45,7 +47,11 @@ def write_samples(path: Path, every_s: float) -> None:
 def main() -> None:
     """Write beside the agent, which takes the other arguments."""
     path, every_s = Path(sys.argv[1]), float(sys.argv[2])
-    sys.argv = ["spark-agent", *sys.argv[3:]]
+    arguments = sys.argv[3:]
+    if arguments[0] == "--untrimmed":
+        del arguments[0]
+        heap._malloc_trim = lambda: None  # noqa: SLF001 (to leave it out)
+    sys.argv = ["spark-agent", *arguments]
     threading.Thread(target=write_samples, args=(path, every_s), name="inside", daemon=True).start()
     from spark_agent.cli import main as agent
 

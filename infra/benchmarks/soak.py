@@ -1,10 +1,10 @@
 """A day of coding tools in some minutes: many clients of every dialect, cancelled, broken and refused requests.
 
-Usage: soak.py [--model MODEL.gguf] [--minutes N] [--clients N] [--seed N] [--run OPTION]... [--out FILE]. Starts a real
-agent on a free port and says at the end whether its memory stayed flat, whether any request hung, and whether it ended
-in order. Memory is told by quarters of the time: what the system counts, what is in use inside (``agent_inside.py``),
-and what the processes take that follow grammars. ``--run`` is handed to ``spark-agent run``, for example
-``--run=--residency=0.6``.
+Usage: soak.py [--model MODEL.gguf] [--minutes N] [--clients N] [--seed N] [--untrimmed] [--run OPTION]... [--out FILE].
+Starts a real agent on a free port and says at the end whether its memory stayed flat, whether any request hung, and
+whether it ended in order. Memory is told by quarters of the time: what the system counts, what is in use inside
+(``agent_inside.py``), and what the processes take that follow grammars. ``--untrimmed`` never gives back what was
+freed, to see what that is worth. ``--run`` is handed to ``spark-agent run``, for example ``--run=--residency=0.6``.
 """
 
 from __future__ import annotations
@@ -240,6 +240,7 @@ def start(arguments: argparse.Namespace, home: Path) -> tuple[subprocess.Popen[s
         name: str(home / name) for name in ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR")
     }
     program = [sys.executable, str(Path(__file__).with_name("agent_inside.py")), str(home / "inside"), str(INSIDE_S)]
+    program += ["--untrimmed"] if arguments.untrimmed else []
     command = [*program, "run", "-p", "0", "--json", *arguments.run]
     command += [str(arguments.model)] if arguments.model else []
     environment = {**os.environ, **folders, "SPARKMOE_OFFLINE": "1"}
@@ -296,6 +297,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--untrimmed", action="store_true", help="never give back what was freed")
     parser.add_argument("--run", action="append", default=[], help="an option of spark-agent run")
     arguments = parser.parse_args()
     report(run(arguments), arguments.out)
