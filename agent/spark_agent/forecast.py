@@ -94,14 +94,15 @@ def forecast(
     measured: Measured | None,
     *,
     on_cards: bool,
+    prefetched: bool = False,
 ) -> Forecast:
-    """What to expect of a plan; without one every expert is resident."""
+    """What to expect of a plan; without one every expert is resident. ``prefetched``: experts are fetched early."""
     slots = None if plan is None or plan.start is None else plan.memory.slots
     misses = expected_misses(shape, slots, manifest)
     offload = _offload(shape, plan, measured) if on_cards and plan is not None else None
     # A device locks all experts or none of them; without one there is nothing that memory is locked for.
     pageable = float(on_cards and slots is not None and plan is not None and not plan.memory.host.pinned)
-    return Forecast(misses, _speed(measured, misses, pageable), offload)
+    return Forecast(misses, _speed(measured, misses, pageable, prefetched=prefetched), offload)
 
 
 def expected_misses(shape: ModelShape, slots: Sequence[int] | None, manifest: PlacementManifest | None) -> Misses:
@@ -137,15 +138,20 @@ def _outside(frequency: FloatArray, slots: int) -> float:
     return max(0.0, 1.0 - sum(sorted(frequencies, reverse=True)[:slots]))
 
 
-def _speed(measured: Measured | None, misses: Misses, pageable_share: float) -> Speed:
+def _speed(measured: Measured | None, misses: Misses, pageable_share: float, *, prefetched: bool) -> Speed:
     if measured is None:
         return Speed(None, NOT_MEASURED)
-    tok_s = measured.tiered_tok_s(misses.cold_hits_per_token, pageable_share)
+    tok_s = measured.tiered_tok_s(misses.cold_hits_per_token, pageable_share, prefetched=prefetched)
     if tok_s is None:
         return Speed(None, NOT_LOCKED)
     note = f"from a benchmark of this model here on {measured.day}"
     if pageable_share and misses.cold_hits_per_token:
         note += "; experts come from memory that is not locked"
+    if prefetched and misses.cold_hits_per_token:
+        if measured.early is None:
+            note += ", which fetched nothing early"
+        else:
+            note += f", where fetching early saved {measured.early.saved_share:.0%} of the cold hits"
     return Speed(round(tok_s, 1), note)
 
 

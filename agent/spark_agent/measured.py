@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,26 @@ from spark_agent.simulation.machines import PREFETCHED, RING, fitted_machine
 from spark_runtime.early_fetch import LinkBudget
 from spark_runtime.simulator.cost import Machine
 
-__all__ = ["PREFETCHED", "RING", "Measured", "find_benchmark", "keep_benchmark", "machine_name", "measured_of"]
+__all__ = [
+    "PREFETCHED",
+    "RING",
+    "EarlyEffect",
+    "Measured",
+    "find_benchmark",
+    "keep_benchmark",
+    "machine_name",
+    "measured_of",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyEffect:
+    """What one expert fetched early for a layer and token did to cold hits."""
+
+    saved_share: float
+    """Of the cold hits; below 0 where there were more."""
+    fetched_per_cold_hit: float
+    """Experts fetched early for each cold hit that there would have been."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +51,8 @@ class Measured:
     """Mean bytes of a selected expert; 0 where a miss was measured as a whole."""
     prefetch_gain: float | None = None
     """Tokens a second with experts fetched early over those without, mean of residencies; ``None``: not measured."""
+    early: EarlyEffect | None = None
+    """``None`` where nothing was fetched early, or nothing says beside how many layers."""
 
     @property
     def link_budget(self) -> LinkBudget | None:
@@ -45,16 +66,24 @@ class Measured:
             return None
         return LinkBudget(self.expert_bytes, machine.link_bytes_per_s, machine.token_s / machine.n_layers)
 
-    def tiered_tok_s(self, cold_hits_per_token: float, pageable_share: float = 0.0) -> float | None:
+    def tiered_tok_s(
+        self, cold_hits_per_token: float, pageable_share: float = 0.0, *, prefetched: bool = False
+    ) -> float | None:
         """Decoded tokens a second with so many cold hits, a share of them from memory that is not locked.
 
+        They are those without fetching early; ``prefetched`` saves the share of them that it was measured to save.
         Without any, every expert is resident and there are no slots. ``None`` where nothing says what those take.
         """
         if not cold_hits_per_token:
             return 1.0 / self.machine.token_s
         if pageable_share and self.machine.pageable_bytes_per_s is None:
             return None
-        return self.machine.decode_tok_s(cold_hits_per_token, self.expert_bytes, pageable_share)
+        if not prefetched or self.early is None:
+            return self.machine.decode_tok_s(cold_hits_per_token, self.expert_bytes, pageable_share)
+        left = cold_hits_per_token * (1.0 - self.early.saved_share)
+        # At most one for each layer but the first.
+        fetched = min(cold_hits_per_token * self.early.fetched_per_cold_hit, self.machine.n_layers - 1.0)
+        return self.machine.decode_tok_s(left, self.expert_bytes, pageable_share, (fetched,))
 
     def offload_tok_s(self, share_on_cpu: float) -> float | None:
         """The same with such a share of the experts' bytes left to the CPU, between what was measured."""
@@ -109,18 +138,33 @@ def measured_of(value: Mapping[str, Any]) -> Measured:
     ]
     weight = sum(share**2 for share, _ in offload)
     offload_s = max(0.0, sum(share * more for share, more in offload) / weight) if weight else None
-    gains = [
-        float(row["decode_tok_s"]) / float(other["decode_tok_s"])
+    paired = [
+        (row, other)
         for row in rows
         for other in rows
         if row["config"] == PREFETCHED
         and other["config"] == RING
         and (other["residency"], other["ring"]) == (row["residency"], 1.0)
     ]
+    gains = [float(row["decode_tok_s"]) / float(other["decode_tok_s"]) for row, other in paired]
     gain = sum(gains) / len(gains) if gains else None
     machine = fitted_machine(value, token_s)
     expert_bytes = 0.0 if machine.link_bytes_per_s is None else float(value["expert_bytes"])
-    return Measured(machine, offload_s, dt.date.fromisoformat(value["day"]), expert_bytes, gain)
+    early = _early_effect(paired) if machine.n_layers > 1 else None
+    return Measured(machine, offload_s, dt.date.fromisoformat(value["day"]), expert_bytes, gain, early)
+
+
+def _early_effect(paired: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> EarlyEffect | None:
+    """Of rows with experts fetched early, each with the one that differs in nothing else."""
+    counted = [
+        (float(row["cold_hits_per_token"]), float(row["early_per_token"]), float(other["cold_hits_per_token"]))
+        for row, other in paired
+        if row.get("early_per_token") is not None and other.get("cold_hits_per_token")
+    ]
+    if not counted:
+        return None
+    cold, early, without = (sum(each) for each in zip(*counted, strict=True))
+    return EarlyEffect(1.0 - cold / without, early / without)
 
 
 def _path(fingerprint: str, machine: str) -> Path:

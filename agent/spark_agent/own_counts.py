@@ -8,15 +8,16 @@ begun, and a full disk costs the newest session's counts, never an answer.
 from __future__ import annotations
 
 import datetime as dt
+import itertools
 import os
 import sqlite3
 import threading
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +55,9 @@ _SCHEMA = (
     f"PRAGMA application_id = {_APPLICATION_ID}",
     f"PRAGMA user_version = {_VERSION}",
 )
+_OF_PART = "content_id, workload, session_hash, tokens, day, counts, reuse"
+_GROUP_ROWS = 32
+"""Read at once by who only adds them up: unpacked, all of a large model's sessions take hundreds of megabytes."""
 _BROKEN = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 
 
@@ -177,19 +181,50 @@ class OwnCounts:
         oldest = (today() if now is None else now) - self.limits.max_age_days
         with self._using() as connection:
             rows = connection.execute(
-                "SELECT content_id, workload, session_hash, tokens, day, counts, reuse FROM sessions "
-                "WHERE fingerprint = ? AND day > ? ORDER BY id",
+                f"SELECT {_OF_PART} FROM sessions WHERE fingerprint = ? AND day > ? ORDER BY id",  # noqa: S608
                 (shape.fingerprint, oldest),
             ).fetchall()
         found: dict[str, list[SessionPart]] = {}
-        refused = 0
-        for content_id, workload, session_hash, tokens, day, counts, reuse in rows:
-            try:
-                part = _part(shape, content_id, workload, session_hash, tokens, day, counts, reuse)
-            except (ValueError, zlib.error):
-                refused += 1
-            else:
-                found.setdefault(workload, []).append(part)
+        for part in self._read(shape, rows):
+            found.setdefault(part.workload, []).append(part)
+        return found
+
+    def groups(self, shape: ModelShape, workload: str, now: int | None = None) -> Iterator[list[SessionPart]]:
+        """As :meth:`parts`, of one workload: some sessions at a time, each with all its parts, for what adds them up.
+
+        What is deleted meanwhile is left out.
+        """
+        if not self.path.exists():
+            return
+        oldest = (today() if now is None else now) - self.limits.max_age_days
+        with self._using() as connection:
+            keys = connection.execute(
+                "SELECT session_hash, id FROM sessions WHERE fingerprint = ? AND workload = ? AND day > ? "
+                "ORDER BY session_hash, id",
+                (shape.fingerprint, workload, oldest),
+            ).fetchall()
+        ids: list[int] = []
+        for _, same in itertools.groupby(keys, key=lambda key: key[0]):
+            ids += [key for _, key in same]
+            if len(ids) >= _GROUP_ROWS:
+                yield from self._group(shape, ids)
+                ids = []
+        yield from self._group(shape, ids)
+
+    def _group(self, shape: ModelShape, ids: list[int]) -> Iterator[list[SessionPart]]:
+        with self._using() as connection:
+            query = f"SELECT {_OF_PART} FROM sessions WHERE id = ?"  # noqa: S608
+            found = [connection.execute(query, (key,)).fetchone() for key in ids]
+        parts = self._read(shape, [row for row in found if row is not None])
+        if parts:
+            yield parts
+
+    def _read(self, shape: ModelShape, rows: list[Any]) -> list[SessionPart]:
+        found = []
+        for row in rows:
+            with suppress(ValueError, zlib.error):
+                found.append(_part(shape, *row))
+        refused = len(rows) - len(found)
         if refused:
             self._warn(f"{refused} of this machine's own sessions in {self.path} are damaged and do not count")
         return found

@@ -7,7 +7,7 @@ few of them judge. Newer sessions count more, so that the profile follows the tr
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -149,20 +149,20 @@ class OwnProfile:
 
 
 def own_frequencies(
-    shape: ModelShape, parts: Mapping[str, Sequence[SessionPart]], today: int, *, half_life_days: float = HALF_LIFE_DAYS
-) -> dict[str, tuple[FloatArray, ...]]:
-    """Expert frequencies of each workload of which enough was decoded to start from; each layer sums to one."""
+    shape: ModelShape, groups: Iterable[Sequence[SessionPart]], today: int, *, half_life_days: float = HALF_LIFE_DAYS
+) -> tuple[FloatArray, ...] | None:
+    """Expert frequencies of one workload, each layer sums to one; ``None`` where too little was decoded to start from.
+
+    No session may have parts in two of the ``groups``, each of which is forgotten before the next is asked for.
+    """
     n_experts = [layer.n_experts for layer in shape.layers]
-    window = Window(today, Limits().max_age_days, half_life_days)
-    found = {}
-    for name, of in parts.items():
-        merged = merge_parts(list(of))
-        if merged is None:
-            continue
-        votes = tally_of(n_experts, merged).votes("calibration", window)
-        if votes.n_sessions and votes.tokens >= FULL_WEIGHT_TOKENS:
-            found[name] = tuple(votes.frequencies())
-    return found
+    tally = Tally(tuple(n_experts))
+    for group in groups:
+        merged = merge_parts(group)
+        if merged is not None:
+            tally += tally_of(n_experts, merged.where(~merged.held_out))
+    votes = tally.votes("calibration", Window(today, Limits().max_age_days, half_life_days))
+    return tuple(votes.frequencies()) if votes.n_sessions and votes.tokens >= FULL_WEIGHT_TOKENS else None
 
 
 def own_profile(

@@ -55,9 +55,15 @@ class OwnSessions:
         """What the own sessions of every workload select that enough was served of; nothing where they are broken."""
         from spark_agent.own_profile import own_frequencies
 
+        found: dict[str, Sequence[FloatArray]] = {}
         try:
-            parts = self._counts.parts(self._shape)
+            for known in self._counts.workloads(self._shape.fingerprint):
+                if known.workload != UNLABELLED:
+                    groups = self._counts.groups(self._shape, known.workload)
+                    frequencies = own_frequencies(self._shape, groups, today())
+                    if frequencies is not None:
+                        found[known.workload] = frequencies
         except OwnCountsError as error:
             self._warn(f"{error}; nothing is compared with this machine's own sessions")
             return {}
-        return own_frequencies(self._shape, {name: of for name, of in parts.items() if name != UNLABELLED}, today())
+        return found

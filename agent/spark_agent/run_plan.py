@@ -112,7 +112,9 @@ def make_run_plan(
         n_seq_max,
         plan,
         tuple(choices),
-        forecast(shape, plan, chosen.in_force(plan), measured, on_cards=on_cards),
+        forecast(
+            shape, plan, chosen.in_force(plan), measured, on_cards=on_cards, prefetched=bool(prefetching.early.experts)
+        ),
         _bands_of(shape, plan, chosen),
         prefetching,
     )

@@ -13,6 +13,7 @@ import hashlib
 import hmac
 import queue
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from typing import TYPE_CHECKING
@@ -29,6 +30,10 @@ _MARK_BYTES = 16
 _MINUTE_S = 60.0
 _MINUTES_OFF = 2
 """Between a message's time in a transcript and its arrival here."""
+MAX_TOLD = 1024
+"""Conversations remembered as told. Of one that was forgotten the spool is told again, and has it already."""
+MAX_QUEUED = 4096
+"""Conversations that wait to be told, while the disk does not answer."""
 
 
 def marks_of_served(key: bytes, roots: Iterable[str], began_at: float | None) -> list[bytes]:
@@ -70,9 +75,11 @@ class ServedSessions:
         self._fingerprint = fingerprint
         self._key = key
         self._warn = warn
-        self._told: set[tuple[str, ...]] = set()
+        self._told: OrderedDict[tuple[str, ...], None] = OrderedDict()
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[list[bytes] | None] = queue.SimpleQueue()
+        self.untold = 0
+        """Conversations that the spool was not told of, because too many waited."""
         self._thread = threading.Thread(target=self._run, name="spark-served")
 
     def start(self) -> None:
@@ -89,14 +96,28 @@ class ServedSessions:
         """A request of a conversation came; any thread."""
         with self._lock:
             if roots in self._told:
+                self._told.move_to_end(roots)
                 return
-            self._told.add(roots)
-        self._queue.put(marks_of_served(self._key, roots, began_at))
+            full = self._queue.qsize() >= MAX_QUEUED
+            if not full:
+                self._told[roots] = None
+                # Requests that were given up in line are never counted, and so never closed.
+                while len(self._told) > MAX_TOLD:
+                    self._told.popitem(last=False)
+            self.untold += full
+            first = full and self.untold == 1
+        if first:
+            self._warn(
+                f"{MAX_QUEUED} conversations wait for the spool: transcripts of further ones that are recorded before "
+                "they end would be counted twice"
+            )
+        if not full:
+            self._queue.put(marks_of_served(self._key, roots, began_at))
 
     def closed(self, roots: tuple[str, ...], began_at: float | None) -> list[bytes]:
         """The marks of a conversation whose counts are handed over; a later request opens it again."""
         with self._lock:
-            self._told.discard(roots)
+            self._told.pop(roots, None)
         return marks_of_served(self._key, roots, began_at)
 
     def _run(self) -> None:

@@ -1,6 +1,6 @@
 """What the runtime's guesses are worth on real traces: recall beside ridge regression, and cold hits saved in slots.
 
-Usage: early_fetch_tables.py --routing FOLDER --model GGUF --texts FOLDER [--chunks N] [--out FILE]
+Usage: early_fetch_tables.py --routing FOLDER --model GGUF --texts FOLDER [--chunks N] [--split N] [--out FILE]
 
 The guesses are the runtime's own (``native/predictor.cpp``): learned token by token on the way, first from the
 calibration sessions, then going on through the held-out ones, which alone are counted. Beside them: the same from
@@ -140,13 +140,14 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--texts", type=Path, required=True)
     parser.add_argument("--chunks", type=int, default=4, help="of 960 tokens, from each text")
+    parser.add_argument("--split", type=int, default=0, help="another number holds other sessions out")
     parser.add_argument("--only", nargs="+", choices=("gpt-oss", "deepseek", "own"), help="of the traces")
     options = parser.parse_args()
     started = time.monotonic()
     sources: dict[str, Callable[[], Sessions]] = {
-        "gpt-oss": lambda: published(options.routing / "gptoss20b", "gpt-oss-20b", 32),
-        "deepseek": lambda: published(options.routing / "esft_deepseek_v2_lite", "DeepSeek-V2-Lite", 64),
-        "own": lambda: recorded(options.model, options.texts, options.chunks),
+        "gpt-oss": lambda: published(options.routing / "gptoss20b", "gpt-oss-20b", 32, options.split),
+        "deepseek": lambda: published(options.routing / "esft_deepseek_v2_lite", "DeepSeek-V2-Lite", 64, options.split),
+        "own": lambda: recorded(options.model, options.texts, options.chunks, options.split),
     }
     rows: list[dict[str, Any]] = []
     about: dict[str, Any] = {}
@@ -161,7 +162,10 @@ def main() -> None:
         rows += recall_rows(source.name, calibrating, judging, whole, knowledge)
         rows += slot_rows(source.name, calibrating, judging, profile, knowledge)
         sys.stderr.write(f"{source.name}: {time.monotonic() - started:.0f} s\n")
-    report({"sessions": about, "seconds": round(time.monotonic() - started, 1), "rows": rows}, options.out)
+    report(
+        {"split": options.split, "sessions": about, "seconds": round(time.monotonic() - started, 1), "rows": rows},
+        options.out,
+    )
 
 
 if __name__ == "__main__":

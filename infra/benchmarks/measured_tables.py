@@ -58,6 +58,7 @@ def tables() -> Iterator[list[str]]:
         for name in ("h200", "h200-models", "2-cores")
     ]
     yield predicted_speeds(*predicted)
+    yield predicted_early(json.loads((RESULTS / "predicted-early-h200.json").read_text())["rows"])
     yield offload({shape: json.loads((RESULTS / f"bench-h200-{shape}.json").read_text())["rows"] for shape in SHAPES})
 
 
@@ -65,6 +66,8 @@ def sentences() -> Iterator[str]:
     """What stands in the text itself."""
     rows = json.loads((RESULTS / "simulator-speed-2-cores.json").read_text())["rows"]
     yield simulator_speed(rows)
+    yield simulator_early_speed(rows)
+    yield early_fit(json.loads((RESULTS / "predicted-early-h200.json").read_text()))
 
 
 def keeping(rows: Sequence[Row]) -> list[str]:
@@ -187,6 +190,36 @@ def predicted_speeds(h200: Row, h200_models: Row, two_cores: Row) -> list[str]:
     return lines
 
 
+def predicted_early(rows: Sequence[Row]) -> list[str]:
+    """Tokens a second with experts fetched early: measured, and predicted twice."""
+    ways = list(dict.fromkeys(row["early"] for row in rows))
+    named = {"off": "nothing early", "guess": "guesses alone"}
+    lines = _head(
+        ["resident", *(named.get(way, "{} from {}".format(*way.split(":")) if ":" in way else way) for way in ways)]
+    )
+    for residency in dict.fromkeys(row["residency"] for row in rows):
+        found = [_one(rows, residency=residency, early=way) for way in ways]
+        cells = [
+            f"{row['decode_tok_s']:.1f} ({row['predicted_tok_s_link_alone']:.1f}, {row['predicted_tok_s_fitted']:.1f})"
+            for row in found
+        ]
+        lines.append(_line([f"{residency:.0%}", *cells]))
+    return lines
+
+
+def early_fit(found: Row) -> str:
+    """How far off those predictions are, and what was fitted."""
+    machine, fitted = found["machine"], [row for row in found["rows"] if not row["fitted_to"]]
+    within = sum(abs(row["off_by_link_alone"]) <= 0.1 for row in found["rows"])
+    return (
+        f"From the link alone (a layer of {machine['layer_us']:g} µs, a copy of {machine['copy_us']:g}) {within} of "
+        f"{len(found['rows'])} are within 10%, the worst is {found['worst_link_alone']:.1%} too fast; fitted to the "
+        f"runs at {found['fit_residency']:.0%} (a miss takes {machine['fitted_copy_us']:g} µs, an early copy begins "
+        f"{machine['fitted_guess_us']:g} µs into its layer) the {len(fitted)} others are within "
+        f"{found['worst_fitted']:.1%}."
+    )
+
+
 def offload(benches: Mapping[str, Sequence[Row]]) -> list[str]:
     """Calibrated slots beside llama.cpp's own offload in the same memory, in the same run."""
     lines = _head(["shape", "all resident", "calibrated 60 / 45 / 30%", "`--n-cpu-moe` at 60 / 45 / 30%", "times"])
@@ -212,12 +245,25 @@ def simulator_speed(rows: Sequence[Row]) -> str:
         rates = [row["million_selections_per_s"] for row in _some(rows, policy=policy, **wanted)]
         return f"{min(rates):g} to {max(rates):g}"
 
-    slowest = min(rows, key=lambda row: row["million_selections_per_s"])
+    slowest = min((row for row in rows if "early" not in row), key=lambda row: row["million_selections_per_s"])
     about = f"{slowest['policy']} ({slowest['sharing']}, {slowest['shape']}, {slowest['residency']:.0%})"
     return (
         f"static {span('static')}, LRU {span('lru', sharing='layer')}, the scored policy with slots per layer "
         f"{span('scored', sharing='layer')} and in one pool {span('scored', sharing='pool')}, Bélády "
         f"{span('belady')}; the slowest of all policies and shapes, {about}, {slowest['million_selections_per_s']:g}."
+    )
+
+
+def simulator_early_speed(rows: Sequence[Row]) -> str:
+    """With and without experts fetched early, over layers that tell the next one's selection."""
+
+    def span(early: str) -> str:
+        rates = [row["million_selections_per_s"] for row in _some(rows, policy="scored, early", early=early)]
+        return f"{min(rates):g} to {max(rates):g}"
+
+    return (
+        f"With experts fetched early, guessing and learning included, {span('1:0.3')} (1 from 0.3) and "
+        f"{span('4:0.2')} (4 from 0.2), where nothing early has {span('off')}"
     )
 
 

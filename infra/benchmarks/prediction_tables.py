@@ -1,6 +1,7 @@
 """How well earlier selections predict a layer's, and what fetching early saves: the published tables, and ours.
 
-Usage: prediction_tables.py --routing FOLDER --model GGUF --texts FOLDER [--chunks N] [--out FILE], as policy_tables.py.
+Usage: prediction_tables.py --routing FOLDER --model GGUF --texts FOLDER [--chunks N] [--split N] [--out FILE], as
+policy_tables.py. Of models and splits that nobody published, what was published is null.
 Predictors learn from the calibration sessions; every number is of held-out sessions, over all layers but the first,
 which no layer precedes.
 """
@@ -40,7 +41,7 @@ RECALL: dict[str, dict[str, tuple[float, float, float]]] = {
         TINY: (0.518, 0.693, 0.787),
     },
 }
-PREFETCH: dict[str, dict[int, tuple[float, float | None]]] = {
+PREFETCH: dict[str, dict[int, tuple[float | None, float | None]]] = {
     f"{GPT} 0.3": {0: (0.217, None), 1: (0.139, 0.36), 2: (0.102, 0.51), 4: (0.073, 0.72)},
     f"{GPT} 0.6": {0: (0.051, None), 1: (0.034, 0.17), 2: (0.028, 0.23), 4: (0.025, 0.27)},
     f"{DEEPSEEK} 0.3": {0: (0.423, None), 1: (0.321, 0.48), 2: (0.248, 0.57), 4: (0.161, 0.79)},
@@ -48,6 +49,7 @@ PREFETCH: dict[str, dict[int, tuple[float, float | None]]] = {
     f"{TINY} 0.3": {0: (0.285, None), 1: (0.244, 0.35), 2: (0.217, 0.43), 4: (0.182, 0.61)},
     f"{TINY} 0.6": {0: (0.088, None), 1: (0.071, 0.17), 2: (0.061, 0.25), 4: (0.052, 0.34)},
 }
+UNPUBLISHED: dict[int, tuple[float | None, float | None]] = dict.fromkeys((0, 1, 2, 4), (None, None))
 LEARNED = {500: 0.87, 2000: 0.95}
 """Of the final recall on the tiny model, by tokens learned from."""
 DOMAINS = {"code": (0.507, 0.509), "text": (0.520, 0.496)}
@@ -97,7 +99,7 @@ def recall_rows(name: str, calibrating: Trace, judging: Trace) -> Iterator[dict[
     top_k = judging.ids[0].shape[1]
     for predictor, scores in predictors(calibrating, judging).items():
         for times, (value, given) in enumerate(
-            zip(recalls(judging, scores), RECALL[predictor][name], strict=True), start=1
+            zip(recalls(judging, scores), RECALL[predictor].get(name, (None, None, None)), strict=True), start=1
         ):
             yield {"table": "recall", "model": name, "predictor": predictor, "at": times * top_k,
                    "recall": round(value, 4), "published": given}  # fmt: skip
@@ -110,7 +112,7 @@ def prefetch_rows(name: str, calibrating: Trace, judging: Trace) -> Iterator[dic
     scores += [learned(Ridge(layer), calibrating).scores(judging) for layer in range(1, len(judging.ids))]
     for residency in (0.3, 0.6):
         slots = equal_slots(judging, residency)
-        for n_early, (rate, moved) in PREFETCH[f"{name} {residency}"].items():
+        for n_early, (rate, moved) in PREFETCH.get(f"{name} {residency}", UNPUBLISHED).items():
             found = replay_prefetch(judging, slots, profile, scores, n_early)
             yield {"table": "prefetch", "model": name, "residency": residency, "fetched_early": n_early,
                    "cold_hit_rate": round(found.cold_hit_rate, 4), "published": rate,
@@ -126,14 +128,14 @@ def learning_rows(name: str, sessions: Sessions, study: Study) -> Iterator[dict[
         few = spread(calibrating, n_tokens)
         value = recalls(judging, ridge_of(few, judging))[0]
         yield {"table": "tokens learned from", "model": name, "tokens": n_tokens, "recall": round(value, 4),
-               "of_all": round(value / whole, 4), "published": given}  # fmt: skip
+               "of_all": round(value / whole, 4), "published": given if name == TINY else None}  # fmt: skip
     domains = sorted(set(sessions.workloads))
     for judged in domains:
         part = study.trace.select([index for index in study.judging if sessions.workloads[index] == judged])
         for source in ("all", *domains):
             taken = [index for index in study.calibrating if source in {"all", sessions.workloads[index]}]
             value = recalls(part, ridge_of(study.trace.select(taken), part))[0]
-            both, own = DOMAINS.get(judged, (None, None))
+            both, own = DOMAINS.get(judged, (None, None)) if name == TINY else (None, None)
             given_value = {"all": both, judged: own}.get(source)
             yield {"table": "domain learned from", "model": name, "judged": judged, "learned": source,
                    "recall": round(value, 4), "published": given_value}  # fmt: skip
@@ -161,14 +163,15 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--texts", type=Path, required=True)
     parser.add_argument("--chunks", type=int, default=8, help="of 960 tokens, from each text")
+    parser.add_argument("--split", type=int, default=0, help="another number holds other sessions out")
     options = parser.parse_args()
     started = time.monotonic()
     rows: list[dict[str, Any]] = []
     about: dict[str, Any] = {}
     sources: Sequence[Sessions] = [
-        published(options.routing / "gptoss20b", GPT, 32),
-        published(options.routing / "esft_deepseek_v2_lite", DEEPSEEK, 64),
-        recorded(options.model, options.texts, options.chunks),
+        published(options.routing / "gptoss20b", GPT, 32, options.split),
+        published(options.routing / "esft_deepseek_v2_lite", DEEPSEEK, 64, options.split),
+        recorded(options.model, options.texts, options.chunks, options.split),
     ]
     for source in sources:
         study = Study(source.trace, source.workloads, source.held_out)
@@ -179,7 +182,10 @@ def main() -> None:
         if "code" in source.workloads:
             rows += learning_rows(source.name, source, study)
         sys.stderr.write(f"{source.name}: {time.monotonic() - started:.0f} s\n")
-    report({"sessions": about, "seconds": round(time.monotonic() - started, 1), "rows": rows}, options.out)
+    report(
+        {"split": options.split, "sessions": about, "seconds": round(time.monotonic() - started, 1), "rows": rows},
+        options.out,
+    )
 
 
 if __name__ == "__main__":

@@ -31,21 +31,27 @@ class Sessions:
     held_out: list[bool]
 
 
-def published(folder: Path, name: str, n_experts: int) -> Sessions:
-    """A folder of tokens.npz and sessions.json; sessions that fell into a loop are left out, the split is by number."""
+def published(folder: Path, name: str, n_experts: int, split: int = 0) -> Sessions:
+    """A folder of tokens.npz and sessions.json; sessions that fell into a loop are left out.
+
+    The split is by number; another ``split`` holds other sessions out.
+    """
     with np.load(folder / "tokens.npz") as file:
         experts, offsets = file["experts"].astype(np.int32), file["offsets"].astype(np.int64)
     about = json.loads((folder / "sessions.json").read_text())
     kept = [index for index, session in enumerate(about) if not session.get("repetition")]
     ids = tuple(np.ascontiguousarray(experts[:, layer]) for layer in range(experts.shape[1]))
     trace = Trace(ids, (n_experts,) * len(ids), offsets).select(kept)
-    names = [hashlib.sha256(f"{folder.name} {index}".encode()).hexdigest() for index in kept]
+    names = [hashlib.sha256(f"{folder.name} {index}{split or ''}".encode()).hexdigest() for index in kept]
     workloads = [workload_of(about[index]) for index in kept]
     return Sessions(name, trace, workloads, [split_of(session) == "held_out" for session in names])
 
 
-def recorded(model: Path, texts: Path, chunks: int) -> Sessions:
-    """A model's selections over chunks of texts, a quarter of each as prompt; every second project judges."""
+def recorded(model: Path, texts: Path, chunks: int, split: int = 0) -> Sessions:
+    """A model's selections over chunks of texts, a quarter of each as prompt.
+
+    Every second project judges; with an odd ``split`` the others do.
+    """
     parts, workloads, held_out = [], [], []
     with Engine.load(model, EngineOptions(n_threads=1)) as engine:
         shape = engine.shape
@@ -56,7 +62,7 @@ def recorded(model: Path, texts: Path, chunks: int) -> Sessions:
                 segments = [Segment("prefill", chunk[:prompt]), Segment("decode", chunk[prompt:])]
                 parts.append(record(engine, segments, keep_trace=True).token_trace())
                 workloads.append("code" if path.parent.name in CODE else "text")
-                held_out.append(number % 2 == 1)
+                held_out.append((number + split) % 2 == 1)
     ids = tuple(np.concatenate(layers).astype(np.int32) for layers in zip(*(part[1] for part in parts), strict=True))
     # Of prompts the last layer routes what needs an output only: it is left out.
     whole = [layer for layer, selected in enumerate(ids) if (selected >= 0).all()]

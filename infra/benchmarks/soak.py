@@ -2,7 +2,9 @@
 
 Usage: soak.py [--model MODEL.gguf] [--minutes N] [--clients N] [--seed N] [--run OPTION]... [--out FILE]. Starts a real
 agent on a free port and says at the end whether its memory stayed flat, whether any request hung, and whether it ended
-in order. ``--run`` is handed to ``spark-agent run``, for example ``--run=--residency=0.6``.
+in order. Memory is told by quarters of the time: what the system counts, what is in use inside (``agent_inside.py``),
+and what the processes take that follow grammars. ``--run`` is handed to ``spark-agent run``, for example
+``--run=--residency=0.6``.
 """
 
 from __future__ import annotations
@@ -24,16 +26,18 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from process_watch import Watch, of_quarters
 from report import parser_of, report
 
 HUNG_S = 120.0
-SAMPLE_S = 2.0
+INSIDE_S = 10.0
 WORDS = ("list", "file", "test", "error", "why", "does", "this", "function", "return", "early", "rename", "fix", "the")
 TOOL = {
     "name": "read_file",
     "description": "Read it.",
     "parameters": {"type": "object", "properties": {"path": {"type": "string"}}},
 }
+SCHEMA = {"type": "object", "properties": {"done": {"type": "boolean"}}, "required": ["done"]}
 BROKEN = (
     b"{",
     b"[]",
@@ -55,6 +59,7 @@ class Client(threading.Thread):
         self._until = until
         self._http = httpx.Client(base_url=base_url, timeout=HUNG_S)
         self._turns: list[tuple[str, str]] = []
+        self._last_response: str | None = None
         self.seen: Counter[str] = Counter()
         self.tokens = 0
         self.hung: list[str] = []
@@ -65,6 +70,8 @@ class Client(threading.Thread):
             self._chat: 6,
             self._messages: 5,
             self._responses: 3,
+            self._formed: 1,
+            self._complete: 1,
             self._leave_early: 4,
             self._leave_at_once: 2,
             self._broken: 3,
@@ -163,13 +170,34 @@ class Client(threading.Thread):
             self.wrong.append(f"messages: ended with {events[-1:]}")
 
     def _responses(self) -> None:
-        body = {
+        body: dict[str, Any] = {
             "model": self._model(),
             "input": self._say(),
             "max_output_tokens": max(16, self._limit()),
-            "store": False,
+            "store": self._random.random() < 0.7,
         }
-        self._answered("responses", self._http.post("/v1/responses", json=body), 200)
+        if self._last_response is not None and self._random.random() < 0.5:
+            body["previous_response_id"] = self._last_response
+        answer = self._http.post("/v1/responses", json=body)
+        # What it would go on with may have grown beyond the context, or given way to newer ones.
+        going_on = "previous_response_id" in body
+        self._answered("responses", answer, 200, *((400, 404) if going_on else ()))
+        self._last_response = answer.json()["id"] if answer.status_code == 200 and body["store"] else None
+
+    def _formed(self) -> None:
+        """An answer of a form, which a process of its own follows."""
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": self._say()}], "max_tokens": self._limit()}
+        if self._random.random() < 0.5:
+            schema = {"name": "state", "schema": SCHEMA}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
+        else:
+            body |= {"tools": [{"type": "function", "function": TOOL}], "tool_choice": "required"}
+        self._answered("formed", self._http.post("/v1/chat/completions", json=body), 200)
+
+    def _complete(self) -> None:
+        headers = {"X-Spark-Workload": self._random.choice(("code", "chat", "review"))}
+        body = {"prompt": self._say(), "max_tokens": self._limit(), "stream": False}
+        self._answered("completions", self._http.post("/v1/completions", json=body, headers=headers), 200)
 
     def _model(self) -> str:
         if not hasattr(self, "_served"):
@@ -207,40 +235,12 @@ class Client(threading.Thread):
         self._answered("look", self._http.get(path), 200)
 
 
-class Watch(threading.Thread):
-    """Samples the agent's memory, open files and threads."""
-
-    def __init__(self, pid: int) -> None:
-        super().__init__(name="watch")
-        self._proc = Path(f"/proc/{pid}")
-        self._ending = threading.Event()
-        self.samples: list[tuple[float, int, int, int]] = []
-
-    def run(self) -> None:
-        began = time.monotonic()
-        while not self._ending.wait(SAMPLE_S):
-            fields = dict(line.split(":", 1) for line in (self._proc / "status").read_text().splitlines())
-            files = sum(1 for _ in (self._proc / "fd").iterdir())
-            rss = 1024 * int(fields["RssAnon"].split()[0])
-            self.samples.append((time.monotonic() - began, rss, files, int(fields["Threads"])))
-
-    def stop(self) -> None:
-        self._ending.set()
-        self.join()
-
-    def quarters(self) -> list[dict[str, int]]:
-        """Largest value in each quarter of the time."""
-        size = max(len(self.samples) // 4, 1)
-        parts = [self.samples[start : start + size] for start in range(0, 4 * size, size)]
-        names = ("anonymous_bytes", "open_files", "threads")
-        return [{name: max(row[1 + i] for row in part) for i, name in enumerate(names)} for part in parts if part]
-
-
 def start(arguments: argparse.Namespace, home: Path) -> tuple[subprocess.Popen[str], str]:
     folders = {
         name: str(home / name) for name in ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR")
     }
-    command = [str(Path(sys.executable).with_name("spark-agent")), "run", "-p", "0", "--json", *arguments.run]
+    program = [sys.executable, str(Path(__file__).with_name("agent_inside.py")), str(home / "inside"), str(INSIDE_S)]
+    command = [*program, "run", "-p", "0", "--json", *arguments.run]
     command += [str(arguments.model)] if arguments.model else []
     environment = {**os.environ, **folders, "SPARKMOE_OFFLINE": "1"}
     log = (home / "agent.log").open("w")
@@ -269,8 +269,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         code = process.wait(60)
         ended_s = time.monotonic() - began
         log = (home / "agent.log").read_text()
+        quarters = of_quarters(watch.samples, home / "inside")
     seen = sum((client.seen for client in clients), Counter())
-    quarters = watch.quarters()
     return {
         "settings": {key: str(value) for key, value in vars(arguments).items() if key != "out"},
         "requests": sum(seen.values()),
@@ -279,7 +279,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "hung": [text for client in clients for text in client.hung],
         "wrong": [text for client in clients for text in client.wrong][:50],
         "quarters": quarters,
-        "growth_second_half": round(quarters[-1]["anonymous_bytes"] / quarters[1]["anonymous_bytes"] - 1, 4),
+        "growth_last_quarter_bytes": {
+            name: quarters[-1][name] - quarters[-2][name]
+            for name in ("anonymous_bytes", "anonymous_bytes_median", "anonymous_bytes_end")
+        },
         "stats_afterwards": stats,
         "exit_code": code,
         "ended_s": round(ended_s, 2),

@@ -24,6 +24,7 @@ from spark_runtime.early_fetch import NO_EARLY_FETCH, EarlyFetch
 from spark_runtime.errors import ContextFullError, InstallationError, TierError
 from spark_runtime.gguf_file import read_gguf
 from spark_runtime.grammar import GrammarHost
+from spark_runtime.heap import trim_heaps
 from spark_runtime.hidden_kinds import HiddenKind
 from spark_runtime.hidden_tap import HiddenTap
 from spark_runtime.llama import ComputeOptions, LlamaContext, LoadOptions, bindings
@@ -188,6 +189,11 @@ class Engine:
             if self.tier is not None:
                 self.tier.close()
             self._context.close()
+
+    def tidy(self) -> None:
+        """Give back what is not used: now and then, on the thread that computes, between two steps."""
+        self._grammars.tidy()
+        trim_heaps()
 
     def count_into(self, session: SessionCounts | None) -> None:
         """Add what is selected from now on to a session; ``None`` drops it.

@@ -34,6 +34,8 @@ PATIENCE_S = 0.005
 """An answer that comes so soon is waited for: letting others compute meanwhile takes longer."""
 MAX_IDLE = 1
 """Processes that are kept for the next grammar; each holds the vocabulary."""
+IDLE_S = 600.0
+"""For how long: one that a small model's grammars need takes 35 MB."""
 _T = TypeVar("_T")
 _Waits = Generator[None, None, _T]
 
@@ -141,6 +143,7 @@ class GrammarHost:
     def __init__(self, model: Path, n_vocab: int) -> None:
         self._model = model
         self._idle: list[_Process] = []
+        self._last_use_s = 0.0
         self._lent: set[_Process] = set()
         self.n_vocab = n_vocab
         self.spelled: set[int] = set()
@@ -182,7 +185,14 @@ class GrammarHost:
         process.ask(wire.CLOSE, wanted=False)
         with contextlib.suppress(_LostError):
             process.answer()
+        self._last_use_s = time.monotonic()
         self._idle.append(process)
+
+    def tidy(self) -> None:
+        """End processes that have not been used for :data:`IDLE_S`."""
+        if time.monotonic() - self._last_use_s >= IDLE_S:
+            while self._idle:
+                self._idle.pop().end()
 
     def close(self) -> None:
         """End all processes; safe to call twice."""

@@ -23,6 +23,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from spark_runtime.heap import trim_heaps
 from spark_runtime.llama import bindings
 
 __all__ = ["ACCEPT", "ALLOWED", "ALLOWS", "ANSWER", "CLOSE", "HEADER", "OPEN", "STEP_LIMIT_S", "main"]
@@ -32,7 +33,7 @@ ANSWER = struct.Struct("<I")
 OPEN, ALLOWS, ALLOWED, ACCEPT, CLOSE = range(5)
 STEP_LIMIT_S = 10
 """A step that takes longer ends this process, even when nobody waits for it any more."""
-_MEMORY_BYTES = 2 * 2**30
+_MEMORY_BYTES = 512 * 2**20
 """What grammars may take beyond the vocabulary."""
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 
@@ -67,6 +68,8 @@ class _Follower:
             if grammar:
                 self._llama.llama_sampler_free(grammar)
             self._grammar = None
+            # A large one would leave it all to a process that then waits.
+            trim_heaps()
             return b""
         if operation == ACCEPT:
             self._llama.llama_sampler_accept(grammar, argument)

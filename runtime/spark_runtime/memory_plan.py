@@ -135,11 +135,13 @@ class HostPlan:
     """Whether all experts may be pinned; pageable memory costs a copy for every expert that is fetched."""
     reason: str
     """Why they may or may not."""
+    guesses: int = 0
+    """What GPUs guess the next layers' selections from, once more: it is read and kept from here."""
 
     @property
     def total(self) -> int:
         """Bytes in all."""
-        return self.experts + self.core + self.compute
+        return self.experts + self.core + self.compute + self.guesses
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +181,7 @@ class MemoryPlan:
             (f"experts, {kind}", self.host.experts),
             ("core weights", self.host.core),
             ("compute buffers", self.host.compute),
+            ("guesses", self.host.guesses),
         ]
         return rows + [Row("host", what, n_bytes) for what, n_bytes in named if n_bytes]
 

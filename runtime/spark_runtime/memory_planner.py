@@ -121,7 +121,12 @@ class _Planner:
         pinned, reason = experts <= self.host.pinnable_bytes, self.host.pinnable_reason
         if all(memory.is_host for memory in self.devices):
             pinned, reason = False, "no GPU reads them"
-        host = HostPlan(experts, needs.host_core_bytes, needs.host_compute_bytes, pinned, reason)
+        guesses = sum(
+            self._guess_bytes(need, slots)
+            for memory, need in zip(self.devices, needs.devices, strict=True)
+            if not (whole or memory.is_host)
+        )
+        host = HostPlan(experts, needs.host_core_bytes, needs.host_compute_bytes, pinned, reason, guesses)
         in_host = sum(part.total for memory, part in zip(self.devices, parts, strict=True) if memory.is_host)
         if (lacking := host.total + in_host - self.host.available_bytes) > 0:
             raise PlanError(
@@ -220,6 +225,16 @@ class _Planner:
         experts = sum(self.sizes[index].n_experts * self.sizes[index].expert_bytes for index in need.layers)
         return _device_plan(memory, need, experts, pools=1)
 
+    def _guess_bytes(self, need: DeviceNeeds, slots: Sequence[int]) -> int:
+        """What guesses of the next layers are made from: a row for each expert of the two layers before.
+
+        None where every expert is in a slot.
+        """
+        layers = [self.shape.layers[index] for index in need.layers]
+        if all(slots[index] == layer.n_experts for index, layer in zip(need.layers, layers, strict=True)):
+            return 0
+        return sum(_WEIGHT_BYTES * layer.n_experts * (2 * layer.n_experts + 1) for layer in layers)
+
     def _tiered(self, memory: DeviceMemory, need: DeviceNeeds, n_ubatch: int, slots: Sequence[int]) -> DevicePlan:
         layers = [(self.shape.layers[index], slots[index]) for index in need.layers]
         layouts = {(layer.expert_bytes, tuple(sorted(layer.tensor_types.items()))) for layer, _ in layers}
@@ -227,9 +242,7 @@ class _Planner:
         partial = any(count < layer.n_experts for layer, count in layers)
         tables = sum(TABLE_BYTES_PER_LAYER + TABLE_BYTES_PER_EXPERT * layer.n_experts for layer, _ in layers)
         ids = _ID_BYTES * n_ubatch * max((layer.top_k for layer, _ in layers), default=0)
-        if partial:
-            # What guesses of the next layers are made from: a row for each expert of the two layers before.
-            tables += sum(_WEIGHT_BYTES * layer.n_experts * (2 * layer.n_experts + 1) for layer, _ in layers)
+        tables += self._guess_bytes(need, slots)
         if memory.is_host:
             # The CPU reads what is not in slots where it is, and the host's own tables are too small to count.
             partial, tables, ids = False, 0, 0

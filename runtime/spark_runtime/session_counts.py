@@ -21,6 +21,11 @@ __all__ = ["SessionCounts", "TierMisses", "TokenTrace"]
 IntArray = NDArray[np.int64]
 HalfArray = NDArray[np.float16]
 
+_BYTES_AN_EXPERT = 32
+"""Selections in two phases, reuse distances and the order of use, 64 bits each."""
+_BYTES_A_LAYER = 800
+"""Four arrays and what holds them."""
+
 
 @dataclass(frozen=True, slots=True)
 class TierMisses:
@@ -71,7 +76,13 @@ class SessionCounts:
         self._trace: list[_Call] | None = [] if keep_trace else None
         self.trace_bytes = 0
         """What the trace takes in memory, and what :meth:`take_trace` gives back."""
-        self._misses: list[TierMisses] = []
+        self._misses: TierMisses | None = None
+        self._starts_differ = False
+
+    @staticmethod
+    def size_bytes(shape: ModelShape) -> int:
+        """About what one without a trace takes in memory."""
+        return sum(_BYTES_AN_EXPERT * layer.n_experts + _BYTES_A_LAYER for layer in shape.layers)
 
     def add(
         self,
@@ -117,19 +128,24 @@ class SessionCounts:
 
     def note_misses(self, misses: TierMisses) -> None:
         """Add what slots missed of decode selections that were absorbed."""
-        if self._misses and self._misses[-1].start is misses.start:
-            last = self._misses.pop()
+        last = self._misses
+        if last is not None and last.start is not misses.start:
+            # They say nothing any more; and a conversation of a whole day must not hold every start it saw.
+            self._starts_differ, self._misses = True, None
+        if self._starts_differ:
+            return
+        if last is not None:
             selections, cold_hits = last.selections + misses.selections, last.cold_hits + misses.cold_hits
             misses = TierMisses(selections, cold_hits, misses.start)
-        self._misses.append(misses)
+        self._misses = misses
 
     @property
     def misses(self) -> TierMisses | None:
         """What slots missed of all decode selections; ``None`` where they did not count all of them after one start."""
-        if len(self._misses) != 1:
+        if self._misses is None:
             return None
         selections = sum(int(layer.sum()) for layer in self.counts["decode"])
-        return self._misses[0] if self._misses[0].selections == selections > 0 else None
+        return self._misses if self._misses.selections == selections > 0 else None
 
     @property
     def recency(self) -> list[NDArray[np.uint32]]:

@@ -16,19 +16,20 @@ import httpx
 
 KEY = b"k" * 16
 """Of session hashes."""
-START_S, END_S = 150.0, 30.0
+START_S, END_S = 600.0, 120.0
 """The first start of all builds the native library, beside whatever else the machine does."""
-
-
-PROGRAM = "from spark_agent.cli import main; main()"
 
 
 @contextlib.contextmanager
 def running(
-    *arguments: object, program: str = PROGRAM, **variables: str
+    *arguments: object, before: str = "", **variables: str
 ) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """Start the agent on a free port, give the process and its start-up object, and end it."""
-    command = [sys.executable, "-c", program, "run", "-p", "0", "--json"]
+    """Start the agent on a free port, give the process and its start-up object, and end it.
+
+    ``before`` is Python that its process runs first.
+    """
+    code = f"{before}\nfrom spark_agent.cli import main; main()"
+    command = [sys.executable, "-c", code, "run", "-p", "0", "--json"]
     # With this variable Python would not hold back what it writes to a pipe.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with subprocess.Popen(
@@ -62,7 +63,7 @@ def chat(start: dict[str, Any], text: str, max_tokens: int = 12, headers: dict[s
     """The answer to one message."""
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": max_tokens, "temperature": 0}
     url = f"{start['base_url']}/v1/chat/completions"
-    reply = httpx.post(url, json=body, headers=headers, timeout=60, trust_env=False)
+    reply = httpx.post(url, json=body, headers=headers, timeout=END_S, trust_env=False)
     assert reply.status_code == 200, reply.text
     content = reply.json()["choices"][0]["message"]["content"]
     assert isinstance(content, str)
@@ -71,6 +72,6 @@ def chat(start: dict[str, Any], text: str, max_tokens: int = 12, headers: dict[s
 
 def asked(start: dict[str, Any], path: str, headers: dict[str, str] | None = None) -> dict[str, Any]:
     """The object that it answers at a path."""
-    found = httpx.get(f"{start['base_url']}{path}", headers=headers, timeout=30, trust_env=False).json()
+    found = httpx.get(f"{start['base_url']}{path}", headers=headers, timeout=END_S, trust_env=False).json()
     assert isinstance(found, dict)
     return found

@@ -47,8 +47,8 @@ def raw_peer(talk: Callable[[socket.socket], None]) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
         ending.set()
         with contextlib.suppress(OSError):
-            socket.create_connection(("127.0.0.1", port), timeout=5).close()
-        thread.join(10)
+            socket.create_connection(("127.0.0.1", port), timeout=60).close()
+        thread.join(60)
         assert not thread.is_alive()
 
 

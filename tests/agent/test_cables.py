@@ -66,7 +66,7 @@ class Sender:
     def flush(self) -> str | None:
         """As a process of its own would: everything is opened anew."""
         consent = Consent(True, dt.datetime.now(dt.UTC), self.url)
-        with Spool.open(self.path) as spool, ServiceClient(self.url, timeout_s=20) as client:
+        with Spool.open(self.path) as spool, ServiceClient(self.url, timeout_s=120) as client:
             report = flush(
                 spool,
                 client,
@@ -86,7 +86,7 @@ class Sender:
             return sum(row.tokens for row in spool.pending())
 
     def arrived(self) -> int:
-        with ServiceClient(self.url, timeout_s=20) as client:
+        with ServiceClient(self.url, timeout_s=120) as client:
             profile = client.profile(self._model.fingerprint, self.workload, "decode")
             prompt = client.profile(self._model.fingerprint, self.workload, "prefill")
         return sum(one.tokens_calibration + one.tokens_held_out for one in (profile, prompt))

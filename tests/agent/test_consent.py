@@ -57,7 +57,7 @@ def on_a_terminal(
             if typed and QUESTION.encode() in shown:
                 os.write(here, typed)
                 typed, again = b"", typed if typed == b"\x03" else b""
-        code = process.wait(30)
+        code = process.wait(120)
     os.close(here)
     return shown.decode(), code
 

@@ -27,7 +27,7 @@ MANIFEST_PATH = f"/api/v1/manifests/{FINGERPRINT}/chat"
 
 @pytest.fixture
 def client(service):
-    with ServiceClient(service.url, "spk_1", timeout_s=5) as opened:
+    with ServiceClient(service.url, "spk_1", timeout_s=120) as opened:
         yield opened
 
 
@@ -182,14 +182,12 @@ def test_another_profile_than_asked_for(service, client, make_reply):
 
 
 def test_nobody_answers():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    with (
-        ServiceClient(f"http://127.0.0.1:{port}") as client,
-        pytest.raises(ServiceUnreachableError, match=f"http://127.0.0.1:{port}") as caught,
-    ):
-        client.profiles()
+    # Bound and not listening: connections are refused, and nobody else gets the port.
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+        with ServiceClient(url) as client, pytest.raises(ServiceUnreachableError, match=url) as caught:
+            client.profiles()
     assert "spark-service run" in (caught.value.hint or "")
 
 

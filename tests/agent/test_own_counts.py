@@ -145,4 +145,37 @@ def test_a_full_disk_keeps_what_was_there(own, path, make_model, make_session):
 
 
 def test_days_are_utc():
-    assert dt.date(1970, 1, 1) + dt.timedelta(days=today()) == dt.datetime.now(dt.UTC).date()
+    before, day, after = dt.datetime.now(dt.UTC).date(), today(), dt.datetime.now(dt.UTC).date()
+    assert before <= dt.date(1970, 1, 1) + dt.timedelta(days=day) <= after
+
+
+def test_groups_hold_the_same_sessions_each_whole(path, said, make_model, make_session):
+    model = make_model()
+    with OwnCounts(path, said.append) as own:
+        for number in range(80):
+            own.add(model, session(make_session, model, number), day=20_000)
+        for number in range(0, 80, 3):
+            digest = session(make_session, model, number).session_hash
+            further = make_session(model, seed=number, part=1).model_copy(
+                update={"session_hash": digest, "split": split_of(digest), "workload": "chat"}
+            )
+            own.add(model, further, day=20_001)
+        own.add(model, session(make_session, model, 100, "review"), day=20_000)
+        groups = list(own.groups(model, "chat", now=20_001))
+        assert max(map(len, groups)) <= 33
+        flat = [part for group in groups for part in group]
+        everything = own.parts(model, now=20_001)["chat"]
+        assert sorted(part.content_id for part in flat) == sorted(part.content_id for part in everything)
+        hashes = [{part.session_hash for part in group} for group in groups]
+        assert len(set.union(*hashes)) == sum(map(len, hashes)) == 80, "no session is in two groups"
+        assert list(own.groups(model, "none", now=20_001)) == []
+        assert list(own.groups(model, "chat", now=30_000)) == []
+    assert said == []
+
+
+def test_what_is_deleted_meanwhile_is_left_out_of_groups(own, make_model, make_session):
+    model = make_model()
+    own.add(model, session(make_session, model, 1), day=20_000)
+    found = own.groups(model, "chat", now=20_001)
+    own.forget()
+    assert list(found) == []

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spark_agent.own_profile import ALL_SESSIONS, own_profile
+from spark_agent.own_profile import ALL_SESSIONS, own_frequencies, own_profile
 from spark_runtime.calibration.sessions import SessionPart
 from spark_schemas.split import split_of
 
@@ -82,3 +82,18 @@ def test_it_is_judged_as_the_service_judges(make_model):
     assert {row.workload for row in profile.mismatch} == {"code"}
     assert profile.verdict is not None
     assert found.manifest(100, vram_bytes=4000).verdict == profile.verdict
+
+
+@given(sizes=st.lists(st.integers(1, 5), max_size=8), days=st.randoms(use_true_random=False))
+def test_frequencies_do_not_depend_on_how_sessions_are_grouped(make_model, sizes, days):
+    shape = make_model(n_experts=8)
+    parts = [part(shape, one, number % 8, day=days.randrange(30)) for number, one in enumerate(HASHES[: sum(sizes)])]
+    ends = np.cumsum(sizes).tolist()
+    grouped = own_frequencies(shape, (parts[end - size : end] for size, end in zip(sizes, ends, strict=True)), 30)
+    together = own_profile(shape, {"chat": parts}, "chat", 30)
+    if together is None or not together.suffices:
+        assert grouped is None
+        return
+    assert grouped is not None
+    for mine, theirs in zip(grouped, together.frequency, strict=True):
+        assert np.array_equal(mine, theirs)

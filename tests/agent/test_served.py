@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from spark_agent.dialogue.messages import Message
 from spark_agent.errors import SpoolFullError
-from spark_agent.served import ServedSessions, marks_of_served, marks_of_transcript
+from spark_agent.served import MAX_TOLD, ServedSessions, marks_of_served, marks_of_transcript
 from spark_agent.server.conversations import Conversations
 from spark_agent.spool import Spool
 from spark_agent.transcripts import Transcript, read_transcripts
@@ -181,3 +181,31 @@ def test_a_full_disk_is_said_once_and_ends_nothing(spool: Spool, monkeypatch):
     sessions.stop()
     (warning,) = said
     assert "would count it twice" in warning
+
+
+def test_conversations_that_are_never_counted_are_forgotten(spool: Spool):
+    """As those of requests that were given up in line: nothing ever closes them."""
+    sessions = ServedSessions(spool, "mf1-a", KEY, pytest.fail)
+    sessions.opened(("used",), None)
+    for number in range(MAX_TOLD - 1):
+        sessions.opened((str(number),), None)
+    sessions.opened(("used",), None)
+    sessions.opened(("another",), None)
+    assert len(sessions._told) == MAX_TOLD
+    assert {("used",), ("another",)} <= sessions._told.keys(), "the ones longest unused leave"
+    assert ("0",) not in sessions._told
+
+
+def test_a_disk_that_does_not_answer_costs_no_memory(spool: Spool, monkeypatch):
+    monkeypatch.setattr("spark_agent.served.MAX_QUEUED", 8)
+    said: list[str] = []
+    sessions = ServedSessions(spool, "mf1-a", KEY, said.append)
+    for number in range(10):
+        sessions.opened((str(number),), None)
+    (warning,) = said
+    assert "would be counted twice" in warning
+    assert (sessions.untold, sessions._queue.qsize()) == (2, 8)
+    sessions.start()
+    sessions.stop()
+    assert spool.was_served("mf1-a", marks_of_served(KEY, ["0"], None))
+    assert not spool.was_served("mf1-a", marks_of_served(KEY, ["8"], None))

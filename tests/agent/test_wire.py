@@ -53,7 +53,7 @@ def attempt(spool: Spool, make_model, make_session):
 
     def call(url: str):
         consent = Consent(True, dt.datetime.now(dt.UTC), url)
-        with ServiceClient(url, timeout_s=5) as client:
+        with ServiceClient(url, timeout_s=60) as client:
             return flush(spool, client, consent, environment=Environment(), retry=ONCE, ignore_waits=True)
 
     return call
@@ -213,12 +213,12 @@ def test_a_call_can_be_given_up_from_another_thread() -> None:
     def talk(connection: socket.socket) -> None:
         raw_peers.read_request(connection)
         asked.set()
-        ending.wait(30)
+        ending.wait(120)
 
     with raw_peers.raw_peer(talk) as url, ServiceClient(url) as client:
 
         def give_up() -> None:
-            assert asked.wait(30)
+            assert asked.wait(120)
             client.abort()
 
         thread = threading.Thread(target=give_up)
@@ -241,4 +241,4 @@ def test_a_date_to_come_back_at_is_by_the_services_clock() -> None:
     assert _retry_after_s("Sun, 06 Nov 1994 08:51:37 GMT", "Sun, 06 Nov 1994 08:49:37 GMT") == 120
     assert _retry_after_s("Sun, 06 Nov 2094 08:51:37 GMT", "Sun, 06 Nov 2094 08:49:37 GMT") == 120
     later = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(time.time() + 600))
-    assert 590 <= (_retry_after_s(later, "not a date") or 0) <= 600
+    assert 480 <= (_retry_after_s(later, "not a date") or 0) <= 600

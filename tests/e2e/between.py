@@ -23,7 +23,7 @@ class Between:
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                upstream = http.client.HTTPConnection(between.target, timeout=30)
+                upstream = http.client.HTTPConnection(between.target, timeout=120)
                 kept = {
                     name: value
                     for name, value in self.headers.items()

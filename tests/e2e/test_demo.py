@@ -17,7 +17,7 @@ def test_demo_prints_the_promised_rows() -> None:
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
-        timeout=280,
+        timeout=850,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -42,6 +42,6 @@ def test_demo_prints_the_promised_rows() -> None:
 
 def test_arguments_are_not_ignored() -> None:
     command = [sys.executable, "-m", "spark_agent.demo", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert "no arguments, found ['--help']" in done.stderr

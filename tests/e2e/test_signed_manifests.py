@@ -61,7 +61,7 @@ def upload(base_url: str, shape: ModelShape, numbers: range, workload: str = "co
         agent_version="0", model=shape, sessions=tuple(session(shape, number, workload) for number in numbers)
     )
     headers = {"Idempotency-Key": f"{workload}-{numbers.start}", "Content-Type": "application/json"}
-    answer = httpx.post(f"{base_url}/api/v1/histograms", content=body.model_dump_json(), headers=headers, timeout=30)
+    answer = httpx.post(f"{base_url}/api/v1/histograms", content=body.model_dump_json(), headers=headers, timeout=120)
     assert answer.status_code == 202, answer.text
 
 

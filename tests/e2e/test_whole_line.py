@@ -82,7 +82,7 @@ def test_whole_line(machine, tmp_path: Path) -> None:
         assert agent["tiers"]["slots"] == sum(layer.slots for layer in manifest.layers)
         body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 12, "temperature": 0}
         answers = [
-            httpx.post(f"{agent['base_url']}/v1/chat/completions", json=body, timeout=60, trust_env=False).json()
+            httpx.post(f"{agent['base_url']}/v1/chat/completions", json=body, timeout=120, trust_env=False).json()
             for _ in range(2)
         ]
         assert answers[0]["choices"] == answers[1]["choices"]

@@ -211,7 +211,7 @@ def test_lock_makes_a_second_process_wait(console: ModuleType, root: Path, tmp_p
         assert second.stderr is not None
         assert "waiting" in second.stderr.readline()
         assert second.poll() is None
-    out, _ = second.communicate(timeout=30)
+    out, _ = second.communicate(timeout=120)
     assert (second.returncode, out) == (0, "got it\n")
 
 

@@ -19,7 +19,7 @@ def run(script: str, *arguments: str, **variables: str) -> subprocess.CompletedP
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=240,
         env={**os.environ, **variables},
     )
 
@@ -43,7 +43,7 @@ def test_show_completion_knows_the_shell_it_runs_in(script: str) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=240,
     )
     assert (shown.returncode, shown.stderr) == (0, "")
     assert "complete_bash" in shown.stdout

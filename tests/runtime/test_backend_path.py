@@ -79,7 +79,7 @@ def run(code: str, *arguments: str, residency: str | None = None) -> subprocess.
     if residency is not None:
         env["SPARKMOE_RESIDENCY"] = residency
     command = [sys.executable, "-c", code, str(library_dir()), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=env)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=env)
 
 
 @pytest.fixture

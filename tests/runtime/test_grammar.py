@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -187,3 +188,36 @@ def test_log_probabilities() -> None:
     assert [token for token, _ in likeliest(logprobs, 3)] == [4, 1, 2]
     assert likeliest(logprobs, 0) == []
     assert len(likeliest(logprobs, 20)) == 5
+
+
+def test_a_process_that_nobody_used_for_a_while_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine.load(demo_model_path(), EngineOptions(n_ctx=256, n_threads=1, count_routing=False)) as engine:
+        assert answer(engine, Sampling(grammar='root ::= "yes"')) == "yes"
+        (kept,) = engine._grammars._idle
+        engine.tidy()
+        assert engine._grammars._idle == [kept]
+        monkeypatch.setattr("spark_runtime.grammar.IDLE_S", 0.0)
+        engine.tidy()
+        assert engine._grammars._idle == []
+        assert kept._process.returncode is not None
+        engine.tidy()
+        assert answer(engine, Sampling(grammar='root ::= "no"')) == "no"
+
+
+def test_what_a_large_grammar_took_is_given_back() -> None:
+    with Engine.load(demo_model_path(), EngineOptions(n_ctx=256, n_threads=1, count_routing=False)) as engine:
+
+        def taken() -> int:
+            (kept,) = engine._grammars._idle
+            while kept.busy:
+                kept.answer(0.01)
+            status = Path(f"/proc/{kept._process.pid}/status").read_text()
+            return 1024 * int(status.split("RssAnon:")[1].split()[0])
+
+        small = 'root ::= "yes" | "no"'
+        answer(engine, Sampling(grammar=small))
+        before = taken()
+        choices = " | ".join(f"r{number}" for number in range(4000))
+        rules = "\n".join(f"r{number} ::= [a-z]{{1,20}}" for number in range(4000))
+        assert answer(engine, Sampling(grammar=f"root ::= ({choices})\n{rules}"), 6)
+        assert taken() < before + 4 * 2**20

@@ -256,6 +256,18 @@ def test_the_host_must_hold_every_expert() -> None:
     assert error.value.hint == "free 1 KiB on the host"
 
 
+def test_guesses_of_a_gpu_lie_on_the_host_as_well() -> None:
+    shape = model([(64, 4, MIB)] * 4)
+    common = {"n_ctx": 256, "n_ubatch": 64, "host": AMPLE, "always_tiered": True}
+    some = plan_memory(shape, measure(shape), devices=[gpu(8 * GIB)], slots=[32] * 4, **common)
+    every = plan_memory(shape, measure(shape), devices=[gpu(8 * GIB)], slots=[64] * 4, **common)
+    weights = 2 * 4 * 64 * (2 * 64 + 1)
+    assert some.host.guesses == weights
+    assert ("host", "guesses", weights) in some.rows()
+    assert some.devices[0].tables == every.devices[0].tables + weights
+    assert every.host.guesses == 0
+
+
 def test_a_device_over_the_cpu_shares_the_hosts_memory() -> None:
     shape = model([(64, 4, MIB)] * 4)
     host = HostMemory(700 * MIB, "a limit", 700 * MIB, "a limit")

@@ -69,7 +69,7 @@ def test_processes_that_start_at_once_build_once(
         subprocess.Popen([sys.executable, "-c", BUILD], env=dict(os.environ), stdout=subprocess.PIPE, text=True)
         for _ in range(3)
     ]
-    paths = {builder.communicate(timeout=100)[0].strip() for builder in builders}
+    paths = {builder.communicate(timeout=600)[0].strip() for builder in builders}
     assert len(paths) == 1
     [path] = map(Path, paths)
     assert log.read_text() == "built\n"

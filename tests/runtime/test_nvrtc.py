@@ -31,7 +31,8 @@ def kernels() -> Path:
 
 @pytest.fixture(scope="module")
 def entry_points(kernels: Path) -> set[str]:
-    code = re.sub(r"//.*|__launch_bounds__\s*\([^)]*\)", "", kernels.read_text(encoding="utf-8"))
+    text = "".join(path.read_text(encoding="utf-8") for path in (kernels, kernels.with_name("kernel_early.h")))
+    code = re.sub(r"//.*|__launch_bounds__\s*\([^)]*\)", "", text)
     names = set(re.findall(r"__global__\s+void\s+(\w+)\s*\(", code))
     assert len(names) == code.count("__global__")
     assert names

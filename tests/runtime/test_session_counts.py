@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
+
 import numpy as np
 import pytest
 
 from spark_runtime.recency import RecencyOrder
-from spark_runtime.session_counts import SessionCounts
+from spark_runtime.session_counts import SessionCounts, TierMisses
+from spark_runtime.tier_start import uniform_start
 from spark_schemas.invariants import check_session
 from spark_schemas.model import ModelShape
 
@@ -55,3 +59,33 @@ def test_nothing_counted_is_no_histogram(toy_shape: ModelShape) -> None:
     assert SessionCounts(toy_shape).to_histogram(SESSION, "chat") is None
     with pytest.raises(ValueError, match="keep_trace"):
         SessionCounts(toy_shape).trace()
+
+
+def test_its_size_is_what_it_takes(large_shape: ModelShape) -> None:
+    ids = routed(large_shape, 4, 1)
+    tracemalloc.start()
+    try:
+        session = SessionCounts(large_shape)
+        session.add("prefill", 4, ids)
+        session.add("decode", 4, ids)
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert taken == pytest.approx(SessionCounts.size_bytes(large_shape), rel=0.15)
+
+
+@pytest.fixture
+def large_shape(toy_shape: ModelShape) -> ModelShape:
+    layer = toy_shape.layers[0].model_copy(update={"n_experts": 128, "top_k": 8})
+    layers = tuple(layer.model_copy(update={"block": block}) for block in range(48))
+    return toy_shape.model_copy(update={"layers": layers, "n_blocks": 48})
+
+
+def test_a_long_session_holds_none_of_the_starts_it_saw(toy_shape: ModelShape) -> None:
+    session = SessionCounts(toy_shape)
+    starts = [uniform_start(toy_shape, 0.5) for _ in range(3)]
+    for start in starts:
+        session.note_misses(TierMisses(1, 1, start))
+        session.note_misses(TierMisses(1, 0, start))
+    assert session.misses is None
+    assert not [kept for kept in gc.get_referrers(starts[2]) if isinstance(kept, TierMisses)]

@@ -94,7 +94,7 @@ def program(code: str, model: Path) -> list[str]:
     return [sys.executable, "-c", HEAD.format(helpers=str(HELPERS), model=str(model)) + code]
 
 
-def in_process(code: str, model: Path, *, timeout: float = 20) -> str:
+def in_process(code: str, model: Path, *, timeout: float = 600) -> str:
     """Run code that may crash; how it ends and what it prints."""
     try:
         answer = subprocess.run(program(code, model), capture_output=True, text=True, timeout=timeout, check=False)
@@ -195,7 +195,7 @@ threads = [threading.Thread(target=work) for _ in range(4)]
 from spark_runtime.native_tier import tier_library
 print(len(found), len(set(found)), tier_library().spark_devices(2))
 """
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
     assert answer.stdout.split()[:2] == ["4", "1"], answer
     assert int(answer.stdout.split()[2]) == len(proxy_devices(2))
 
@@ -244,9 +244,8 @@ def test_an_interrupt_ends_a_decode_loop_with_a_traceback(model: Path) -> None:
     running = subprocess.Popen(program(DECODING, model), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert running.stdout is not None
     assert running.stdout.readline() == "ready\n"
-    time.sleep(0.2)
     running.send_signal(signal.SIGINT)
-    _, errors = running.communicate(timeout=20)
+    _, errors = running.communicate(timeout=120)
     assert running.returncode in {1, 130, -signal.SIGINT}
     assert errors.rstrip().endswith("KeyboardInterrupt")
 
@@ -256,8 +255,8 @@ def test_an_interrupted_engine_goes_on(model: Path) -> None:
     code = """
 import os, signal, threading
 for _ in range(5):
-    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
     try:
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
         while True:
             engine.reset()
             engine.prompt([1, 2, 3])
@@ -292,7 +291,7 @@ def test_a_killed_process_leaves_nothing(after: float | str, model: Path, tmp_pa
     else:
         time.sleep(after)
     running.kill()
-    running.communicate(timeout=20)
+    running.communicate(timeout=120)
     assert running.returncode == -signal.SIGKILL
     assert list(tmp_path.iterdir()) == []
     assert set(Path("/dev/shm").glob("*spark*")) == shared

@@ -16,6 +16,12 @@ UPLOADS = "/api/v1/histograms"
 JSON = {"Content-Type": "application/json"}
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is, no build takes so long that what came since has to wait."""
+    monkeypatch.setattr("spark_service.catalog.QUICK_SECONDS", 3600.0)
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
     opened = Store.open(tmp_path / "service.duckdb", memory="256MB", threads=1)

@@ -365,7 +365,7 @@ def test_one_key_at_the_same_time_is_used_once(store: Store, make: Any) -> None:
 
         def send(index: int) -> httpx2.Response:
             headers = {"Idempotency-Key": "same", "Content-Type": "application/json"}
-            return httpx2.post(f"{url}{UPLOADS}", content=bodies[index % 2], headers=headers, timeout=30)
+            return httpx2.post(f"{url}{UPLOADS}", content=bodies[index % 2], headers=headers, timeout=240)
 
         answers = list(pool.map(send, range(8)))
     won = {index % 2 for index, answer in enumerate(answers) if answer.status_code == 202}
@@ -417,14 +417,14 @@ def serving(store: Store) -> Iterator[str]:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True
-            thread.join(30)
+            thread.join(120)
 
 
 def raw(url: str, request: bytes) -> bytes:
     """Send bytes as they are; read what comes until the service closes or falls silent."""
     host, port = url.removeprefix("http://").split(":")
     received = b""
-    with socket.create_connection((host, int(port)), timeout=10) as connection, suppress(OSError):
+    with socket.create_connection((host, int(port)), timeout=30) as connection, suppress(OSError):
         # The service may hang up before everything is sent; what it said by then counts.
         connection.sendall(request)
         connection.shutdown(socket.SHUT_WR)
@@ -465,11 +465,11 @@ def test_raw_requests(store: Store, make: Any) -> None:
             status = answer.split(b" ", 2)[1:2]
             # Cut bodies end without an answer: there is nobody to hear it.
             assert status in ([], [b"400"], [b"404"], [b"405"], [b"413"], [b"422"]), (name, answer)
-            assert httpx2.get(f"{url}/readyz").status_code == 200, name
+            assert httpx2.get(f"{url}/readyz", timeout=240).status_code == 200, name
         assert rows(store) == before
         headers = {"Idempotency-Key": "k", "Content-Type": "application/json"}
         body = make.body(shape, make.sessions(shape, 1, 0))
-        assert httpx2.post(f"{url}{UPLOADS}", content=body, headers=headers).status_code == 202
+        assert httpx2.post(f"{url}{UPLOADS}", content=body, headers=headers, timeout=240).status_code == 202
 
 
 def test_slow_bodies_hold_up_nobody(store: Store, make: Any) -> None:
@@ -479,11 +479,11 @@ def test_slow_bodies_hold_up_nobody(store: Store, make: Any) -> None:
     head = HEAD + b"Idempotency-Key: slow\r\nContent-Length: %d\r\n\r\n" % len(body)
     with serving(store) as url:
         host, port = url.removeprefix("http://").split(":")
-        slow = [socket.create_connection((host, int(port)), timeout=10) for _ in range(100)]
+        slow = [socket.create_connection((host, int(port)), timeout=240) for _ in range(100)]
         for connection in slow:
             connection.sendall(head + body[:50])
         headers = {"Idempotency-Key": "quick", "Content-Type": "application/json"}
-        answer = httpx2.post(f"{url}{UPLOADS}", content=body, headers=headers, timeout=30)
+        answer = httpx2.post(f"{url}{UPLOADS}", content=body, headers=headers, timeout=240)
         assert answer.json() == {"accepted": 1, "duplicates": 0}
         for connection in slow:
             connection.close()

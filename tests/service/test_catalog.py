@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-from datetime import date, timedelta
+from datetime import UTC, date, datetime, timedelta
 from typing import Any
 
 import pytest
 
 from spark_runtime.placement import frequencies
 from spark_schemas.split import split_of
-from spark_service.catalog import Catalog
+from spark_service.catalog import QUICK_SECONDS, Catalog
 from spark_service.db.store import Store
 from spark_service.errors import RequestError
 from spark_service.manifests import Budget
@@ -184,8 +184,11 @@ def test_a_profile_of_too_few_sessions_is_given_to_nobody(store: Store, make: An
 
 
 @pytest.mark.parametrize(("build_seconds", "waits"), [(0.5, False), (3.0, True)])
-def test_long_builds_are_followed_by_a_rest(store: Store, make: Any, build_seconds: float, waits: bool) -> None:
+def test_long_builds_are_followed_by_a_rest(
+    store: Store, make: Any, monkeypatch: pytest.MonkeyPatch, build_seconds: float, waits: bool
+) -> None:
     """Unless something was deleted: that is out of what is given next."""
+    monkeypatch.setattr("spark_service.catalog.QUICK_SECONDS", QUICK_SECONDS)
     shape, now = make.shape(), [0.0]
 
     def clock() -> float:
@@ -300,7 +303,7 @@ def test_a_reader_chooses_a_window(store: Store, make: Any) -> None:
     shape, windows = make.shape(), Windows()
     fill(store, make, make.sessions(shape, 6, 4))
     old = [make.hash(n) for n in range(2)] + [make.hash(n, "held_out") for n in range(2)]
-    received(store, date.today() - timedelta(days=40), *old)
+    received(store, datetime.now(UTC).date() - timedelta(days=40), *old)
     catalog = Catalog(store, windows=windows, min_sessions=3)
 
     def profile(workload: str = "code", **bounds: Any) -> Any:
@@ -313,7 +316,7 @@ def test_a_reader_chooses_a_window(store: Store, make: Any) -> None:
     assert fading.layers != everything.layers
     assert profile(days=0, half_life_days=0) is everything
     assert profile(days=90).layers == everything.layers
-    received(store, date.today() - timedelta(days=40), *(make.hash(n) for n in range(5)))
+    received(store, datetime.now(UTC).date() - timedelta(days=40), *(make.hash(n) for n in range(5)))
     catalog = Catalog(store, windows=windows, min_sessions=3)
     with pytest.raises(RequestError) as caught:
         profile(days=30)
@@ -324,15 +327,16 @@ def test_a_reader_chooses_a_window(store: Store, make: Any) -> None:
 def test_the_services_own_window_is_what_nobody_asks_for(store: Store, make: Any) -> None:
     shape, windows = make.shape(), Windows(30)
     fill(store, make, make.sessions(shape, 4, 2))
-    received(store, date.today() - timedelta(days=40), make.hash(0))
+    received(store, datetime.now(UTC).date() - timedelta(days=40), make.hash(0))
     catalog = Catalog(store, windows=windows)
     assert catalog.profile(shape.fingerprint, "code", "decode").n_calibration == 3
     everything = windows.chosen(0, None)
     assert catalog.profile(shape.fingerprint, "code", "decode", window=everything).n_calibration == 4
 
 
-def test_readers_cannot_keep_the_service_building(store: Store, make: Any) -> None:
+def test_readers_cannot_keep_the_service_building(store: Store, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor take anything from those who ask for what everybody asks for."""
+    monkeypatch.setattr("spark_service.catalog.QUICK_SECONDS", QUICK_SECONDS)
     shape, now = make.shape(), [0.0]
 
     def clock() -> float:

@@ -25,7 +25,7 @@ def test_importing_loads_nothing_heavy() -> None:
         "heavy = {'ray', 'duckdb', 'fastapi', 'llama_cpp', 'pyarrow', 'numpy', 'uvicorn'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
     assert done.stdout.strip() == "[]"
 
 

@@ -38,7 +38,7 @@ class Service:
 
     def end(self, number: signal.Signals) -> int:
         self.process.send_signal(number)
-        return self.process.wait(30)
+        return self.process.wait(120)
 
 
 @pytest.fixture
@@ -122,13 +122,18 @@ class Traffic:
             thread.start()
         return self
 
+    def wait_for(self, acknowledged: int) -> None:
+        """Until so many are, or the service answers no more."""
+        while len(self.acknowledged) < acknowledged and any(thread.is_alive() for thread in self._threads):
+            threading.Event().wait(0.005)
+
     def join(self) -> None:
         for thread in self._threads:
-            thread.join(60)
+            thread.join(120)
             assert not thread.is_alive()
 
     def _send(self) -> None:
-        with httpx2.Client(base_url=self.base_url, timeout=30) as client:
+        with httpx2.Client(base_url=self.base_url, timeout=240) as client:
             while True:
                 with self._lock:
                     upload = next(self.waiting, None)
@@ -152,7 +157,7 @@ def post(client: httpx2.Client, upload: Upload) -> httpx2.Response:
 
 
 def resend(base_url: str, uploads: Sequence[Upload], prefix: str = "") -> list[dict[str, int]]:
-    with httpx2.Client(base_url=base_url, timeout=30) as client:
+    with httpx2.Client(base_url=base_url, timeout=240) as client:
         answers = [post(client, Upload(prefix + upload.key, upload.body, "")) for upload in uploads]
     assert {answer.status_code for answer in answers} <= {202}
     return [answer.json() for answer in answers]
@@ -173,7 +178,7 @@ def stored(data: Path) -> list[str]:
 
 def require_verified(path: Path) -> None:
     command = [sys.executable, "-m", "spark_service.cli", "verify", str(path), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["faults"] == 0
 
@@ -182,13 +187,11 @@ def test_kills_under_traffic_lose_and_double_nothing(start: Start, uploads: list
     moments = random.Random(4)
     waiting = iter(uploads)
     acknowledged: list[Upload] = []
-    for kills in range(40):
-        # A busy machine acknowledges little before a kill.
-        if kills >= 4 and len(acknowledged) > 20:
-            break
+    for least in (0, 2, 8, 16, 30):
         service = start()
         traffic = Traffic(service.base_url, waiting).start()
-        threading.Event().wait(moments.uniform(0.05, 1.0))
+        traffic.wait_for(least)
+        threading.Event().wait(moments.uniform(0.0, 0.1))
         assert service.end(signal.SIGKILL) == -signal.SIGKILL
         traffic.join()
         assert not traffic.refused
@@ -222,7 +225,7 @@ def stored_through(service: Service, tmp_path: Path) -> list[str]:
 
 def spark_service(*options: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "spark_service.cli", *options, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -233,7 +236,7 @@ def test_a_backup_under_traffic_holds_all_that_was_acknowledged_before(
 ) -> None:
     service = start()
     traffic = Traffic(service.base_url, iter(uploads[:300])).start()
-    threading.Event().wait(0.5)
+    traffic.wait_for(20)
     acknowledged = {upload.content_id for upload in traffic.acknowledged[:]}
     target = tmp_path / "backup.tar"
     made = spark_service("backup", str(target), "--service", service.base_url)
@@ -254,7 +257,7 @@ def test_a_stop_under_traffic_keeps_all_that_was_acknowledged(
 ) -> None:
     service = start()
     traffic = Traffic(service.base_url, iter(uploads)).start()
-    threading.Event().wait(0.8)
+    traffic.wait_for(50)
     assert service.end(signal.SIGTERM) == 0
     traffic.join()
     assert traffic.acknowledged
@@ -277,7 +280,7 @@ def test_without_room_uploads_are_refused_until_there_is_some(
         assert answer.headers["content-type"] == "application/problem+json"
         assert (answer.status_code, answer.json()["code"]) in {(507, "storage_full"), (503, "storage_unavailable")}
         assert str(tmp_path) not in answer.text
-    assert httpx2.get(f"{service.base_url}/healthz").status_code == 200
+    assert httpx2.get(f"{service.base_url}/healthz", timeout=240).status_code == 200
     limit_files(service.process.pid, resource.RLIM_INFINITY)
     refused = [upload for upload, _ in traffic.refused]
     assert resend(service.base_url, refused) == [{"accepted": 1, "duplicates": 0}] * len(refused)
@@ -298,11 +301,11 @@ def test_a_backup_without_room_is_refused_and_leaves_nothing(
     traffic = Traffic(service.base_url, iter(uploads[:50])).start()
     traffic.join()
     limit_files(service.process.pid, 300_000)
-    answer = httpx2.post(f"{service.base_url}/api/v1/admin/backup", timeout=60)
+    answer = httpx2.post(f"{service.base_url}/api/v1/admin/backup", timeout=240)
     assert (answer.status_code, answer.json()["code"]) == (507, "storage_full")
     assert list((tmp_path / "data/backups").iterdir()) == []
     limit_files(service.process.pid, resource.RLIM_INFINITY)
-    assert httpx2.post(f"{service.base_url}/api/v1/admin/backup", timeout=60).status_code == 201
+    assert httpx2.post(f"{service.base_url}/api/v1/admin/backup", timeout=240).status_code == 201
     assert service.end(signal.SIGTERM) == 0
     assert len(stored(tmp_path / "data")) == 50
 
@@ -336,7 +339,7 @@ def test_a_kill_during_a_restore_leaves_the_old_or_the_new(tmp_path: Path, make:
         data.mkdir()
         (data / "service.duckdb").write_bytes(original)
         command = [sys.executable, "-c", code, str(allowed), str(data), str(tmp_path / "new.tar")]
-        endings.append(subprocess.run(command, check=False, timeout=60).returncode)
+        endings.append(subprocess.run(command, check=False, timeout=240).returncode)
         aside = [path.read_bytes() for path in data.glob(".replaced-*/service.duckdb")]
         if allowed == 0:
             assert (len(stored(data)), aside) == (1, [])

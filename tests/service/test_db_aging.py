@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from datetime import date, timedelta
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from spark_service.errors import StorageError
 from spark_service.executors import LocalExecutor
 from spark_service.tallies import Tallies
 
-FUTURE = date.today() + timedelta(days=2)
+FUTURE = datetime.now(UTC).date() + timedelta(days=2)
 """After every day of receipt, whatever the database's time zone."""
 PHASES: list[Any] = ["prefill", "decode"]
 
@@ -229,7 +229,7 @@ def test_a_missing_segment_is_named(filled: Store, make: Any) -> None:
 
 KILLED = """
 import os, signal, sys
-from datetime import date, timedelta
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from spark_service.db import aging
 from spark_service.db.store import Store
@@ -249,7 +249,7 @@ def tracer(frame, event, argument):
 
 sys.settrace(tracer)
 if action == "age":
-    while store.age_out(date.today() + timedelta(days=2)):
+    while store.age_out(datetime.now(UTC).date() + timedelta(days=2)):
         pass
 else:
     store.delete_session(target)

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, date, datetime
 from pathlib import Path
 
 import duckdb
@@ -52,6 +53,27 @@ def test_settings_are_pinned(database: Database) -> None:
     with database.cursor() as cursor:
         rows = dict(cursor.execute("SELECT name, value FROM duckdb_settings()").fetchall())
     assert [rows[name] for name in names] == ["false", "false", "false", "true", "false", "1"]
+
+
+def test_days_are_those_of_utc_wherever_the_machine_is(tmp_path: Path) -> None:
+    """At any moment it is another day in one of these two zones than in UTC."""
+    code = (
+        "import sys; from pathlib import Path; from spark_service.db.connection import Database\n"
+        "with Database(Path(sys.argv[1])).cursor() as cursor:\n"
+        "    print(*cursor.execute('SELECT current_date, CAST(now() AS DATE)').fetchone())\n"
+    )
+    for number, zone in enumerate(("Pacific/Kiritimati", "Etc/GMT+12")):
+        before = datetime.now(UTC).date()
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path / f"{number}.duckdb")],
+            env={**os.environ, "TZ": zone},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=240,
+        )
+        found = {date.fromisoformat(day) for day in done.stdout.split()}
+        assert found <= {before, datetime.now(UTC).date()}, zone
 
 
 @pytest.mark.parametrize(
@@ -107,7 +129,7 @@ def test_a_second_process_is_told_who_owns_the_file(database: Database) -> None:
         "except DatabaseLockedError as error: print(error.message, '|', error.hint)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(database.path)], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code, str(database.path)], capture_output=True, text=True, check=True, timeout=240
     )
     assert str(database.path) in done.stdout
     assert f"process {os.getpid()} (python" in done.stdout

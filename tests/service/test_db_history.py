@@ -41,7 +41,7 @@ def test_what_was_served_comes_back(history: ManifestHistory) -> None:
     assert history.body(QUESTION, revision(1)) == body
     (one,) = history.served(QUESTION)
     assert (one.revision, one.sha256, one.body_bytes) == (revision(1), hashlib.sha256(body).hexdigest(), 10000)
-    assert abs(one.first_served_day - dt.date.today()) <= dt.timedelta(days=1)
+    assert abs(one.first_served_day - dt.datetime.now(dt.UTC).date()) <= dt.timedelta(days=1)
     assert history.body(QUESTION, revision(2)) is None
     assert history.body(OTHER, revision(1)) is None
     assert history.body_of_any_budget(MODEL, "code", "decode", revision(1)) == body

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import date, timedelta
+from datetime import UTC, date, datetime, timedelta
 from typing import Any
 
 from spark_service.db.live import live_misses, live_parts
@@ -30,8 +30,8 @@ def test_what_was_measured_comes_back(store: Store, make: Any) -> None:
         assert len(live_parts(cursor, shape.fingerprint, "chat")) == 0
     assert (rows.hashes, rows.profile_workloads) == ((judge.session_hash,), ("code",)), "what may be published"
     assert {date(1970, 1, 1) + timedelta(days=day) for day in rows.days.tolist()} <= {
-        date.today(),
-        date.today() - timedelta(days=1),
+        datetime.now(UTC).date(),
+        datetime.now(UTC).date() - timedelta(days=1),
     }
 
 
@@ -54,6 +54,6 @@ def test_they_stay_when_counts_age_and_go_with_their_session(store: Store, make:
     assert len(kept(store, shape.fingerprint)) == 3
     store.delete_session(sessions[0].session_hash)
     assert len(kept(store, shape.fingerprint)) == 2
-    apply_retention(store, 1, date.today() + timedelta(days=9), "service")
+    apply_retention(store, 1, datetime.now(UTC).date() + timedelta(days=9), "service")
     with store.reading() as cursor:
         assert cursor.execute("SELECT count(*) FROM live").fetchall() == [(0,)]

@@ -98,7 +98,7 @@ def test_profiles_have_the_same_bits_wherever_they_are_built(executor: Executor,
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere", "ray://127.0.0.1:1", "127.0.0.1:port"])
 def test_a_cluster_that_does_not_answer_is_an_error(address: str) -> None:
     code = f"from spark_service.executors import RayExecutor; RayExecutor({address!r})"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=240)
     assert found.returncode == 1
     assert f"ExecutorError: --ray {address}: " in found.stderr
 
@@ -109,6 +109,6 @@ def test_ray_is_used_only_when_asked_for() -> None:
         "e.executor_for(None)\n"
         "print('ray' in sys.modules)"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
     assert found.stdout.strip() == "False"
     assert isinstance(executor_for(None), LocalExecutor)

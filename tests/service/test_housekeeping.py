@@ -60,12 +60,12 @@ def test_a_refusing_database_is_asked_again(
 
 
 def test_it_works_at_once_and_stores_the_last_uses_at_the_end(store: Store, make: Any, aged: date) -> None:
-    keyring = Keyring(store)
+    keyring, day = Keyring(store), datetime.now(UTC).date()
     token, secret = keyring.create(TokenRequest(scope="read"), "cli")
     with Housekeeping(store, keyring, 1, interval_seconds=3600):
         assert keyring.authenticate(join_token(token.token_id, secret))
     assert parts(store, make) == 0
-    assert Keyring(store).tokens()[0].last_used_day == datetime.now(UTC).date()
+    assert Keyring(store).tokens()[0].last_used_day in {day, datetime.now(UTC).date()}
 
 
 def test_it_looks_out_for_drift_and_a_refusing_database_is_asked_again(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from datetime import date, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import httpx2
@@ -194,7 +194,8 @@ def aged(filled: TestClient, store: Store, make: Any) -> TestClient:
     old = [make.hash(n, side) for n in range(2) for side in ("calibration", "held_out")]
     with store.writing() as cursor:
         cursor.execute(
-            "UPDATE parts SET received_day = ? WHERE session_hash IN ?", [date.today() - timedelta(days=40), old]
+            "UPDATE parts SET received_day = ? WHERE session_hash IN ?",
+            [datetime.now(UTC).date() - timedelta(days=40), old],
         )
     return filled
 

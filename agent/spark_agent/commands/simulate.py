@@ -9,16 +9,17 @@ import typer
 
 from spark_agent.context import AgentContext
 from spark_agent.errors import SparkError, UsageError
-from spark_agent.sizes import parse_size
+from spark_agent.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
     from spark_agent.output import Output
-    from spark_agent.simulation.rows import Row
+    from spark_agent.simulation.rows import Row, TunedRow
     from spark_agent.simulation.runs import Plan
 
 __all__ = ["simulate_command"]
 
 _COLUMNS = ("policy", "slots of", "profile", "resident", "slots", "cold rate", "low", "high", "cold/token", "tok/s")
+_EARLY_COLUMNS = ("early", "fetched", "used", "wasted", "wasted/token")
 _LIST = "may be repeated"
 
 
@@ -58,8 +59,30 @@ def simulate_command(
         str, typer.Option(help="Inner edges of the parts of a session that are told apart, tokens.")
     ] = "64,256",
     tune: Annotated[
-        bool, typer.Option("--tune", help="Also search decay and prior weight of scored, on calibration sessions.")
+        bool,
+        typer.Option(
+            "--tune",
+            help="Also search decay and prior weight of scored, on calibration sessions; with --early and a machine's "
+            "figures the fastest way of fetching early, too.",
+        ),
     ] = False,
+    early: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="EXPERTS[:THRESHOLD]",
+            help="Also replay scored in one pool with so many experts fetched early for a layer and token, from a "
+            f"guess of THRESHOLD on (0.3 if left out), e.g. 1:0.3, which is what run does; {_LIST}. Fetched, used and "
+            "wasted are experts for each selection.",
+        ),
+    ] = None,
+    guesses: Annotated[
+        str | None,
+        typer.Option(
+            help="What guesses start from: none, calibrated (what the sessions that calibrate teach), kept (what this "
+            "machine has learned), or a file of those. They go on learning. [default: calibrated with a profile, "
+            "else none]"
+        ),
+    ] = None,
     machine: Annotated[
         Path | None, typer.Option(help="Figures of a machine: the JSON of spark-agent bench, or a file of them.")
     ] = None,
@@ -92,6 +115,8 @@ def simulate_command(
         ubatch=ubatch,
         pageable_share=pageable,
         tune=tune,
+        early=early or (),
+        guesses=guesses,
     )
     figures = machine_of(
         machine,
@@ -129,7 +154,18 @@ def simulate_command(
             f"tuned at {tuned.residency:.0%} ({tuned.sharing}, {tuned.profile}): decay {tuned.decay:g}, prior worth "
             f"{tuned.prior_tokens:g} tokens: cold-hit rate {tuned.cold_hit_rate:.4f} where "
             f"{tuned.default_cold_hit_rate:.4f} is the runtime's own, both on calibration sessions"
+            f"{_tuned_early(tuned)}"
         )
+
+
+def _tuned_early(tuned: TunedRow) -> str:
+    if tuned.early_experts is None:
+        return ""
+    way = f"--early {tuned.early_experts}:{tuned.early_threshold:g}" if tuned.early_experts else "nothing early"
+    return (
+        f"; fastest there with {way}: {tuned.predicted_tok_s:.1f} tokens a second to expect where "
+        f"{tuned.default_predicted_tok_s:.1f} is what the runtime's own 1:0.3 gives"
+    )
 
 
 def _positions(text: str) -> tuple[int, ...]:
@@ -156,9 +192,22 @@ def _show(output: Output, rows: list[Row], plan: Plan) -> None:
             "-" if row.high is None else f"{row.high:.4f}",
             "-" if row.cold_hits_per_token is None else f"{row.cold_hits_per_token:.2f}",
             "-" if row.predicted_tok_s is None else f"{row.predicted_tok_s:.1f}",
+            *(_early_cells(row) if plan.early else ()),
             *("-" if part.cold_hit_rate is None else f"{part.cold_hit_rate:.4f}" for part in row.parts),
             *["-"] * (len(parts) - len(row.parts)),
         )
         for row in rows
     ]
-    output.table((*_COLUMNS, *parts), cells)
+    output.table((*_COLUMNS, *(_EARLY_COLUMNS if plan.early else ()), *parts), cells)
+
+
+def _early_cells(row: Row) -> tuple[str, ...]:
+    if row.early is None:
+        return ("-",) * len(_EARLY_COLUMNS)
+    per_selection = (row.early_per_selection, row.early_used_per_selection, row.early_wasted_per_selection)
+    wasted_bytes = row.early_wasted_bytes_per_token
+    return (
+        f"{row.early} from {row.early_guesses}",
+        *("-" if value is None else f"{value:.4f}" for value in per_selection),
+        "-" if wasted_bytes is None else format_size(round(wasted_bytes)),
+    )

@@ -28,9 +28,13 @@ __all__ = ["Header", "HeaderReader", "Kind", "header_reader"]
 Kind = Literal["moe", "dense", "projector", "adapter", "vocabulary", "imatrix", "other", "broken"]
 
 _SECONDS_PER_FILE = 20.0
+_SECONDS_TO_START = 120.0
+"""A busy machine takes long to load llama.cpp, which says nothing of any file."""
 _MOST_MEMORY = 2 * 2**30
 """Beyond what the process has at its start: the largest vocabularies and tensor lists take some 100 MB."""
 _MOST_ANSWER = 2**20
+_READY = b"ready\n"
+"""What the process says once it can be asked."""
 _KINDS: dict[str, Kind] = {"mmproj": "projector", "adapter": "adapter", "imatrix": "imatrix", "vocab": "vocabulary"}
 
 
@@ -70,12 +74,14 @@ class HeaderReader:
     def read(self, path: Path) -> Header:
         """What the file's headers say; never raises for what is in it."""
         process = self._started()
+        if process is None:
+            return Header("broken", "its reader could not be started")
         questions, answers = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
         try:
             questions.write(json.dumps(os.fspath(path)).encode() + b"\n")
             questions.flush()
         except OSError:
-            return self._lost("its reader could not be started")
+            return self._lost("its reader ended before it was asked")
         ready, _, _ = select.select([answers], [], [], self._seconds)
         if not ready:
             return self._lost(f"its headers take more than {self._seconds:g} s to read")
@@ -95,7 +101,7 @@ class HeaderReader:
         self.close()
         return Header("broken", f"{reason}: the file is damaged")
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _started(self) -> subprocess.Popen[bytes] | None:
         if self._process is None:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__],
@@ -103,6 +109,10 @@ class HeaderReader:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
             )
+            answers = cast(IO[bytes], self._process.stdout)
+            ready, _, _ = select.select([answers], [], [], _SECONDS_TO_START)
+            if not ready or answers.readline() != _READY:
+                self.close()
         return self._process
 
 
@@ -191,12 +201,15 @@ def _quantisation(model: GgufModel, part: str) -> str | None:
 
 def _main() -> None:
     """Answer each line, a path in JSON, with a line of JSON until there are no more."""
+    from spark_runtime import gguf_file, model_shape, placement  # noqa: F401 - loaded before anything is asked
     from spark_runtime.ggml import ggml_base
 
     ggml_base()  # its own memory does not count
     if (data := _data_bytes()) is not None:
         with contextlib.suppress(ValueError, OSError):  # an administrator's limit is lower
             resource.setrlimit(resource.RLIMIT_DATA, (data + _MOST_MEMORY, data + _MOST_MEMORY))
+    sys.stdout.write(_READY.decode())
+    sys.stdout.flush()
     for line in sys.stdin:
         header = _read_header(Path(json.loads(line)))
         sys.stdout.write(json.dumps(asdict(header)) + "\n")

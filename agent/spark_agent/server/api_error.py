@@ -8,7 +8,7 @@ from typing import Any, Literal
 from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
-from spark_agent.server.generation import AbandonedError, BusyError
+from spark_agent.server.generation import AbandonedError, BusyError, FellBehindError
 from spark_runtime.errors import ContextFullError, GrammarError, SamplingError, SparkRuntimeError
 
 __all__ = ["EXPECTED", "ApiError", "ContextExceededError", "Dialect", "dialect_of", "request_id_of"]
@@ -70,6 +70,8 @@ class ApiError(Exception):
         if isinstance(error, BusyError):
             message = "too many requests are waiting; try again in a moment"
             return cls(503, message, "busy", headers={"Retry-After": "1"})
+        if isinstance(error, FellBehindError):
+            return cls(503, "the answer was not read for too long, and ends here", "not_read")
         if isinstance(error, AbandonedError):
             return cls(503, "the agent is shutting down", "shutting_down")
         if isinstance(error, SparkRuntimeError):

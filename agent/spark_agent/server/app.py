@@ -23,6 +23,7 @@ from spark_agent.server.anthropic_messages import MessagesAnswer
 from spark_agent.server.anthropic_requests import CountRequest, MessagesRequest
 from spark_agent.server.api_error import EXPECTED, ApiError, ContextExceededError, request_id_of
 from spark_agent.server.body import read_json, validated
+from spark_agent.server.body_budget import BodyBudget
 from spark_agent.server.conversations import lineage_of
 from spark_agent.server.exchange import FIRST_WAIT_S, Answering, Ask, Ended, Exchange, LineageOf, Output, WorkloadOf
 from spark_agent.server.generation import TokenLogprob
@@ -257,7 +258,7 @@ def create_app(
             *extra_routes,
         ],
         lifespan=lifespan,
-        middleware=[Middleware(Access, token=token)],
+        middleware=[Middleware(Access, token=token), Middleware(BodyBudget)],
         exception_handlers={
             ApiError: _answer_api_error,
             HTTPException: _answer_http_error,

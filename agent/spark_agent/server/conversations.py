@@ -21,6 +21,8 @@ from spark_agent.transcripts.lineage import RootFinder, as_typed
 __all__ = ["ChatTurn", "Conversations", "lineage_of"]
 
 MAX_REMEMBERED = 1024
+MAX_ROOTS = 16
+"""Of one conversation, the newest: each time it is restarted it has another."""
 SUMMARY_TIMEOUT_S = 30 * 60.0
 """How long after being asked for its summary a conversation may be restarted with it."""
 _ASKED_SO_FAR = "What did we do so far?"
@@ -97,7 +99,8 @@ class Conversations:
                 self._asked.move_to_end(lineage)
                 _limit(self._asked)
             roots, began_at = self._began.get(lineage) or ((), self._wall())
-            self._began[lineage] = (roots if root.lineage in roots else (*roots, root.lineage), began_at)
+            roots = roots if root.lineage in roots else (*roots, root.lineage)[-MAX_ROOTS:]
+            self._began[lineage] = (roots, began_at)
             self._began.move_to_end(lineage)
             _limit(self._began)
         return lineage

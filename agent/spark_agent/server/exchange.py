@@ -238,7 +238,7 @@ class Exchange:
         prepared = await aside(self._prompting.prepare, ask, size=ask.size)
         generation = Generation(
             lineage=await aside(self._lineage_of, messages, size=ask.size),
-            tokens=list(prepared.tokens),
+            tokens=prepared.tokens,
             sampling=replace(ask.sampling, grammar=prepared.grammar),
             max_tokens=ask.max_tokens,
             stops=ask.stops,

@@ -5,16 +5,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from spark_agent.server.thought import ThoughtLimit
 from spark_runtime.sampling import Sampling
 
-__all__ = ["AbandonedError", "BusyError", "Finished", "Generation", "GenerationReport", "Piece", "TokenLogprob"]
+__all__ = [
+    "AbandonedError",
+    "BusyError",
+    "FellBehindError",
+    "Finished",
+    "Generation",
+    "GenerationReport",
+    "Piece",
+    "TokenLogprob",
+]
 
 MAX_TOP_LOGPROBS = 20
+MAX_UNREAD_BYTES = 16 * 2**20
+"""What may wait in memory for a client that does not read, beyond what its connection holds; more ends its answer."""
+_BYTES_A_PIECE = 200
+_BYTES_A_LOGPROB = 250
 
 
 class BusyError(Exception):
@@ -23,6 +36,10 @@ class BusyError(Exception):
 
 class AbandonedError(Exception):
     """The generation was given up: its client has left, or the server is ending."""
+
+
+class FellBehindError(AbandonedError):
+    """The generation was given up: its client does not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +101,7 @@ class Generation:
     """One request on its way through the worker."""
 
     lineage: str
-    tokens: list[int]
+    tokens: Sequence[int]
     sampling: Sampling
     max_tokens: int | None
     stops: tuple[str, ...]
@@ -96,6 +113,14 @@ class Generation:
     cancelled: threading.Event = field(default_factory=threading.Event)
     events: asyncio.Queue[Piece | Finished | Exception] = field(default_factory=asyncio.Queue)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+
+    def check_read(self) -> None:
+        """Raise :class:`FellBehindError` when too much waits for the client; from the computing thread."""
+        each = _BYTES_A_PIECE
+        if self.top_logprobs is not None:
+            each += _BYTES_A_LOGPROB * (1 + self.top_logprobs)
+        if self.events.qsize() * each > MAX_UNREAD_BYTES:
+            raise FellBehindError
 
     def emit(self, event: Piece | Finished | Exception) -> None:
         """Hand an event to the waiting request, from the computing thread."""

@@ -29,22 +29,30 @@ class Observed:
         self._activity = activity
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, and note the status that is sent."""
+        """Pass on, and note the status that is sent, once."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = _UNANSWERED
+        status, noted = _UNANSWERED, False
+
+        def note() -> None:
+            nonlocal noted
+            if not noted:
+                noted = True
+                self._activity.request(self._route(scope), status)
 
         async def noting(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = str(message["status"])
+            elif not message.get("more_body", False):
+                note()  # Before its end is sent: whoever has an answer finds it in the numbers.
             await send(message)
 
         try:
             await self._app(scope, receive, noting)
         finally:
-            self._activity.request(self._route(scope), status)
+            note()
 
     def _route(self, scope: Scope) -> str:
         return next((route.path for route in self._routes if route.matches(scope)[0] is not Match.NONE), _OTHER)

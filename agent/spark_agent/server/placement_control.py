@@ -38,7 +38,7 @@ __all__ = ["DECISIONS_KEPT", "LivePromise", "Order", "PlacementControl"]
 
 _T = TypeVar("_T")
 DECISIONS_KEPT = 50
-_PLACEMENTS_KEPT = 64
+_PLACEMENTS_KEPT = 32
 Source = Literal["given", "imported", "pulled", "local", "none", "recent"]
 
 

@@ -78,9 +78,10 @@ class Running:
             close()
 
     def check_wanted(self) -> None:
-        """Raise :class:`AbandonedError` when the client has left."""
+        """Raise :class:`AbandonedError` when the client has left, or does not read."""
         if self.generation.cancelled.is_set():
             raise AbandonedError
+        self.generation.check_read()
 
     def report(self, error: Exception | None) -> GenerationReport:
         """What it took, with how it ended."""

@@ -17,6 +17,8 @@ from spark_agent.server.generation import BusyError
 __all__ = ["Scheduler"]
 
 MAX_WAITING = 64
+MAX_WAITING_TOKENS = 2**20
+"""Of the prompts of all that wait, which take 36 bytes each; a single longer prompt may wait all the same."""
 MIN_SLICE_S = 0.05
 MAX_SLICE_S = 1.0
 SWITCHES_PER_SLICE = 50

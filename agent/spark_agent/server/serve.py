@@ -173,7 +173,7 @@ def serve(
         ok = report is not None and report.last_error is None
         activity.upload(ok=ok, histograms=0 if report is None else report.uploaded)
 
-    sessions = LiveSessions(engine.shape, close, time.monotonic)
+    sessions = LiveSessions(engine.shape, close, time.monotonic, len(engine.conversations))
     worker = Worker(engine, sessions, complain, on_done=done)
     placement = PlacementControl(
         engine,

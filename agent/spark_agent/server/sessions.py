@@ -14,8 +14,12 @@ from spark_schemas.model import ModelShape
 __all__ = ["CloseSession", "LiveSessions", "lineage_of"]
 
 MAX_OPEN = 64
+MAX_OPEN_BYTES = 32 * 2**20
+MIN_OPEN = 32
+"""However large a session's counts are; and twice as many as conversations are computed side by side."""
 MAX_KEPT = 256
 """Where none can be handed over, on a full disk for instance: the oldest is given up beyond that."""
+MAX_KEPT_BYTES = 64 * 2**20
 IDLE_S = 15 * 60.0
 CloseSession = Callable[[str, str | None, SessionCounts], None]
 """Takes the counts of a session: its lineage, its workload (``None``: the agent's default), what it counted."""
@@ -36,12 +40,18 @@ class LiveSessions:
     next time. Not thread-safe: only the thread that computes touches it, but for its length and its numbers.
     """
 
-    def __init__(self, shape: ModelShape, close: CloseSession, clock: Callable[[], float]) -> None:
-        """``clock`` gives seconds and must not jump: the monotonic one."""
+    def __init__(
+        self, shape: ModelShape, close: CloseSession, clock: Callable[[], float], n_sequences: int = 1
+    ) -> None:
+        """``clock`` gives seconds and must not jump: the monotonic one. ``n_sequences`` compute side by side."""
         self._shape = shape
         self._close = close
         self._clock = clock
         self._open: OrderedDict[_Key, _Open] = OrderedDict()
+        size = SessionCounts.size_bytes(shape)
+        self.max_open = max(MIN_OPEN, 2 * n_sequences, min(MAX_OPEN, MAX_OPEN_BYTES // size))
+        """So many stay open: :data:`MAX_OPEN`, fewer of a model with many experts."""
+        self.max_kept = max(self.max_open, min(MAX_KEPT, MAX_KEPT_BYTES // size))
         self.closed = 0
         """Sessions handed over so far."""
         self.lost = 0
@@ -49,6 +59,11 @@ class LiveSessions:
 
     def __len__(self) -> int:
         return len(self._open)
+
+    @property
+    def too_many(self) -> bool:
+        """Whether :meth:`tidy` would hand over some for their number."""
+        return len(self._open) > self.max_open
 
     def counts_of(self, lineage: str, workload: str | None = None) -> SessionCounts:
         """The counts a request adds to."""
@@ -73,12 +88,12 @@ class LiveSessions:
         return workload, session.counts
 
     def tidy(self) -> None:
-        """Hand over what has been idle for a quarter of an hour, and the oldest beyond :data:`MAX_OPEN`.
+        """Hand over what has been idle for a quarter of an hour, and the oldest beyond :attr:`max_open`.
 
         A later request starts a new part of the same session. Raises as :meth:`close_all`.
         """
         now = self._clock()
-        surplus = len(self._open) - MAX_OPEN
+        surplus = len(self._open) - self.max_open
         try:
             self._hand_over(
                 key
@@ -115,7 +130,7 @@ class LiveSessions:
             raise failure
 
     def _give_up_oldest(self) -> None:
-        surplus = len(self._open) - MAX_KEPT
+        surplus = len(self._open) - self.max_kept
         for key in [key for key, session in self._open.items() if not session.holders][: max(surplus, 0)]:
             del self._open[key]
             self.lost += 1

@@ -12,13 +12,14 @@ from typing import Any, TypeVar
 
 from spark_agent.server.generation import AbandonedError, BusyError, Generation, GenerationReport
 from spark_agent.server.running import Running
-from spark_agent.server.scheduler import MAX_WAITING, Scheduler
+from spark_agent.server.scheduler import MAX_WAITING, MAX_WAITING_TOKENS, Scheduler
 from spark_agent.server.sessions import LiveSessions
 from spark_runtime.engine import Engine
 
 __all__ = ["StepWatcher", "Worker", "WorkerLoad"]
 
 _HOUSEKEEPING_S = 30.0
+"""Between two times that what is not used any more is given back, however much there is to do."""
 _POLL_S = 0.001
 """Between two looks whether a grammar has answered, while nothing else is to be done."""
 _T = TypeVar("_T")
@@ -61,7 +62,9 @@ class Worker:
         self._changed = threading.Condition()
         self._stopping = threading.Event()
         self._ending = False
-        self._next_tidy_s = 0.0
+        self._tokens_waiting = 0
+        self._next_tidy_s = self._next_engine_tidy_s = 0.0
+        self._tidies = True
         self._thread = threading.Thread(target=self._work, name="spark-engine")
 
     @property
@@ -87,8 +90,10 @@ class Worker:
     def submit(self, generation: Generation) -> None:
         """Put a request in line; raise :class:`BusyError` when the line is full."""
         with self._changed:
-            if self.waiting >= MAX_WAITING:
+            waiting, tokens = self.waiting, self._tokens_waiting + len(generation.tokens)
+            if waiting >= MAX_WAITING or (waiting and tokens > MAX_WAITING_TOKENS):
                 raise BusyError
+            self._tokens_waiting = tokens
             self._inbox.append(Running(generation))
             self._changed.notify()
 
@@ -157,6 +162,7 @@ class Worker:
             while self._inbox:
                 self._scheduler.submit(self._inbox.popleft())
         for gone in self._scheduler.drop(lambda job: job.generation.cancelled.is_set()):
+            self._left_line(gone)
             self._tell(gone, AbandonedError())
 
     def _run_calls(self) -> None:
@@ -175,9 +181,15 @@ class Worker:
         for running in self._scheduler.running:
             self._finish(running, AbandonedError())
         for waiting in self._scheduler.drop(lambda _: True):
+            self._left_line(waiting)
             self._tell(waiting, AbandonedError())
 
+    def _left_line(self, running: Running) -> None:
+        with self._changed:
+            self._tokens_waiting -= len(running.generation.tokens)
+
     def _start(self, running: Running) -> None:
+        self._left_line(running)
         busy = [other.conversation for other in self._scheduler.running if other.conversation is not None]
         try:
             running.start(self._engine, self._engine.conversation_for(running.generation.tokens, busy))
@@ -237,25 +249,33 @@ class Worker:
         self._tell(running, error)
 
     def _tell(self, running: Running, error: Exception | None) -> None:
+        # Reported first: whoever has an answer finds it in the numbers.
+        if self._on_done is not None:
+            report = running.report(error)
+            self._keep(lambda on_done=self._on_done: on_done(report))  # type: ignore[misc]
         # The request is answered with the error, whatever it was; the thread serves the others.
         if error is not None:
             running.generation.emit(error)
         elif running.finished is not None:
             running.generation.emit(running.finished)
-        if self._on_done is not None:
-            report = running.report(error)
-            self._keep(lambda on_done=self._on_done: on_done(report))  # type: ignore[misc]
 
     def _tidy(self) -> None:
-        # Where nobody waits for it; but now and then, however much there is to do.
+        # Where nobody waits for it; but now and then, however much there is to do. And one at a time as new
+        # conversations come, so that they neither pile up nor are all handed over while somebody waits.
         idle = not self._scheduler.running and not self._inbox
-        if idle or time.monotonic() >= self._next_tidy_s:
+        piles_up = self._tidies and self._sessions.too_many
+        if idle or piles_up or time.monotonic() >= self._next_tidy_s:
             self._next_tidy_s = time.monotonic() + _HOUSEKEEPING_S
-            self._keep(self._sessions.tidy)
+            self._tidies = self._keep(self._sessions.tidy)
+        if time.monotonic() >= self._next_engine_tidy_s:
+            self._next_engine_tidy_s = time.monotonic() + _HOUSEKEEPING_S
+            self._engine.tidy()
 
-    def _keep(self, close: Callable[[], None]) -> None:
+    def _keep(self, close: Callable[[], None]) -> bool:
         # A full disk must not end the thread that answers requests: counts stay in memory and are tried again.
         try:
             close()
         except Exception as error:
             self._on_error(error)
+            return False
+        return True

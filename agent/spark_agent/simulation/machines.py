@@ -42,7 +42,8 @@ def machine_of(
 
     A file is the JSON of ``spark-agent bench``, whose tiered rows tell what a miss costs, or an object with
     ``token_s``, ``miss_s`` and, if known, ``link_bytes_per_s``, ``pageable_bytes_per_s`` (from memory that is not
-    locked), ``layer_s`` with ``n_layers``, and ``prompt_token_s``. Raises :class:`SparkError` and :class:`UsageError`.
+    locked), ``layer_s`` with ``n_layers``, ``prompt_token_s``, ``guess_s`` and ``guess_token_s``. Raises
+    :class:`SparkError` and :class:`UsageError`.
     """
     if path is None and not (token_ms or miss_us or link_bytes_per_s):
         return None
@@ -58,6 +59,8 @@ def machine_of(
             "miss_s": fitted.miss_s,
             "layer_s": fitted.layer_s,
             "n_layers": fitted.n_layers,
+            "guess_s": fitted.guess_s,
+            "guess_token_s": fitted.guess_token_s,
             "prompt_token_s": _prompt_token_s(value),
         }
     token_s = token_ms / 1000 or _number(value, "token_s")
@@ -76,6 +79,8 @@ def machine_of(
             int(_number(value, "n_layers") or 0),
             pageable_bytes_per_s or _number(value, "pageable_bytes_per_s"),
             _number(value, "prompt_token_s"),
+            _number(value, "guess_s") or 0.0,
+            _number(value, "guess_token_s") or 0.0,
         )
         return MachineFigures(machine, expert_bytes, fingerprint)
     except ValueError as error:
@@ -152,16 +157,31 @@ def fitted_machine(value: Mapping[str, Any], token_s: float = 0.0) -> Machine:
         for row in rows
         if row.get("cold_hits_per_token") and row["config"] != PREFETCHED
     ]
+    runs += [
+        MeasuredRun(
+            float(row["decode_tok_s"]),
+            float(row["cold_hits_per_token"]),
+            _number(row, "pageable_share") or 0.0,
+            # It fetches one expert of a layer and token.
+            (float(row["early_per_token"]),),
+        )
+        for row in rows
+        if row["config"] == PREFETCHED
+        and row.get("cold_hits_per_token") is not None
+        and row.get("early_per_token") is not None
+    ]
     if not token_s and not resident:
         raise ValueError("no row was measured with every expert resident")
     link = _measured_link(value)
     expert_bytes = _number(value, "expert_bytes") or 0.0
     n_layers = int(_number(_machine(value), "n_layers") or 0)
     rate, pageable = link.get("link_bytes_per_s"), link.get("pageable_bytes_per_s")
+    on_host = (_machine(value).get("link") or {}).get("device") == "cpu"
+    token_s = token_s or 1.0 / resident[0]
     if not rate or not expert_bytes:
-        return Machine.fitted(token_s or 1.0 / resident[0], runs, n_layers=n_layers)
+        return Machine.fitted(token_s, runs, n_layers=n_layers, host_guesses=on_host)
     latency_s = link.get("latency_s")
-    return Machine.fitted(token_s or 1.0 / resident[0], runs, expert_bytes, rate, n_layers, pageable, latency_s)
+    return Machine.fitted(token_s, runs, expert_bytes, rate, n_layers, pageable, latency_s, host_guesses=on_host)
 
 
 def _fitted(value: dict[str, Any], path: Path | None, token_s: float) -> Machine:

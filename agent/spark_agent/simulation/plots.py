@@ -32,6 +32,14 @@ _POLICIES: Mapping[str, tuple[str, str]] = {
     "belady": ("#009e73", "^"),
 }
 """Colour and shape."""
+_EARLY: Sequence[tuple[str, str]] = (
+    ("#aa3377", "*"),
+    ("#228833", "p"),
+    ("#4477aa", "d"),
+    ("#ccbb44", "8"),
+    ("#ee6677", "H"),
+)
+"""Of the ways of fetching early, in turn."""
 _SHARING: Mapping[str | None, tuple[str, str]] = {
     None: ("-", "nothing moves"),
     "layer": ("-", "equal in each layer"),
@@ -53,6 +61,7 @@ _FEW = 4
 """Curves that leave room for their intervals."""
 _WIDTH, _HEIGHT, _DPI = 6.5, 5.5, 144
 _Curve = tuple[str, str | None, str]
+_Look = tuple[str, str]
 
 
 def save_plot(path: Path, rows: Sequence[Row]) -> None:
@@ -68,20 +77,21 @@ def save_plot(path: Path, rows: Sequence[Row]) -> None:
         raise SparkError("plots need matplotlib", "pip install 'spark-moe[plot]'") from error
     curves: dict[_Curve, list[Row]] = {}
     for row in sorted(rows, key=lambda row: row.residency):
-        curves.setdefault((row.policy, row.sharing, row.profile), []).append(row)
+        curves.setdefault((_name(row), row.sharing, row.profile), []).append(row)
+    looks = _looks(curves)
     predicted = any(row.predicted_tok_s is not None for row in rows)
     n_plots = 2 if predicted else 1
     figure = Figure(figsize=(n_plots * _WIDTH + 2.5, _HEIGHT), dpi=_DPI, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, n_plots, squeeze=False)[0]
-    _draw_rates(axes[0], curves)
+    _draw_rates(axes[0], curves, looks)
     if predicted:
-        _draw_speeds(axes[1], curves)
+        _draw_speeds(axes[1], curves, looks)
     for axis in axes:
         axis.grid(visible=True, alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
         axis.margins(x=0.04)
-    legend = figure.legend(handles=_keys(curves), loc="outside right upper", fontsize="small", frameon=False)
+    legend = figure.legend(handles=_keys(curves, looks), loc="outside right upper", fontsize="small", frameon=False)
     for text in legend.get_texts():
         if text.get_text() in _TITLES:
             text.set_fontweight("bold")
@@ -97,20 +107,31 @@ def save_plot(path: Path, rows: Sequence[Row]) -> None:
         raise SparkError(f"cannot write {path}: {error.strerror}", "check the folder and its space") from error
 
 
-def _draw_rates(axis: Axes, curves: Mapping[_Curve, Sequence[Row]]) -> None:
+def _name(row: Row) -> str:
+    """What a curve's colour stands for."""
+    return row.policy if row.early is None else f"{row.policy}, {row.early} early"
+
+
+def _looks(curves: Mapping[_Curve, object]) -> dict[str, _Look]:
+    """Colour and shape by name, those of fetching early after all others."""
+    early = dict.fromkeys(name for name, _, _ in curves if name not in _POLICIES)
+    return {**_POLICIES, **{name: _EARLY[number % len(_EARLY)] for number, name in enumerate(early)}}
+
+
+def _draw_rates(axis: Axes, curves: Mapping[_Curve, Sequence[Row]], looks: Mapping[str, _Look]) -> None:
     for curve, points in curves.items():
         at = [100 * row.residency for row in points]
-        axis.plot(at, [100 * row.cold_hit_rate for row in points], **_style(curve))
+        axis.plot(at, [100 * row.cold_hit_rate for row in points], **_style(curve, looks))
         ends = [(100 * row.low, 100 * row.high) for row in points if row.low is not None and row.high is not None]
         if len(curves) <= _FEW and len(ends) == len(points):
             low, high = zip(*ends, strict=True)
-            axis.fill_between(at, low, high, color=_POLICIES[curve[0]][0], alpha=0.12, linewidth=0)
+            axis.fill_between(at, low, high, color=looks[curve[0]][0], alpha=0.12, linewidth=0)
     axis.set_xlabel("experts in slots, % of all")
     axis.set_ylabel("cold hits, % of selections")
     axis.set_ylim(bottom=0)
 
 
-def _draw_speeds(axis: Axes, curves: Mapping[_Curve, Sequence[Row]]) -> None:
+def _draw_speeds(axis: Axes, curves: Mapping[_Curve, Sequence[Row]], looks: Mapping[str, _Look]) -> None:
     timed = {curve: [row for row in points if row.predicted_tok_s is not None] for curve, points in curves.items()}
     rows = [row for points in timed.values() for row in points]
     sizes = [row.slot_bytes for row in rows if row.slot_bytes is not None]
@@ -118,27 +139,27 @@ def _draw_speeds(axis: Axes, curves: Mapping[_Curve, Sequence[Row]]) -> None:
     unit, name = (2**30, "GiB") if known and max(sizes) >= 2**30 else (2**20, "MiB")
     for curve, points in timed.items():
         memory = [(row.slot_bytes or 0) / unit if known else 100 * row.residency for row in points]
-        axis.plot(memory, [row.predicted_tok_s or 0.0 for row in points], **_style(curve))
+        axis.plot(memory, [row.predicted_tok_s or 0.0 for row in points], **_style(curve, looks))
     axis.set_xlabel(f"experts in slots, {name}" if known else "experts in slots, % of all")
     axis.set_ylabel("predicted speed, tokens/s")
 
 
-def _style(curve: _Curve) -> dict[str, Any]:
+def _style(curve: _Curve, looks: Mapping[str, _Look] = _POLICIES) -> dict[str, Any]:
     policy, sharing, profile = curve
-    colour, shape = _POLICIES[policy]
+    colour, shape = looks[policy]
     line, fill = _SHARING[sharing][0], _PROFILES[profile]
     return {"color": colour, "marker": shape, "linestyle": line, "fillstyle": fill, "markersize": 6, "linewidth": 1.4,
             "markerfacecoloralt": "white"}  # fmt: skip
 
 
-def _keys(curves: Mapping[_Curve, object]) -> list[Any]:
+def _keys(curves: Mapping[_Curve, object], looks: Mapping[str, _Look]) -> list[Any]:
     """What colours and shapes, lines and fillings mean, as far as they occur."""
     from matplotlib.lines import Line2D
 
     def key(label: str, **style: Any) -> Any:
         return Line2D([], [], label=label, **{"linestyle": "none", "color": "black", **style})
 
-    policies = [name for name in _POLICIES if any(policy == name for policy, _, _ in curves)]
+    policies = [name for name in looks if any(policy == name for policy, _, _ in curves)]
     lines: dict[str, list[str]] = {}
     for line, label in (_SHARING[name] for name in _SHARING if any(sharing == name for _, sharing, _ in curves)):
         lines.setdefault(line, []).append(label)
@@ -146,7 +167,7 @@ def _keys(curves: Mapping[_Curve, object]) -> list[Any]:
     for name in (name for name in _PROFILES if any(profile == name for _, _, profile in curves)):
         fills.setdefault(_PROFILES[name], []).append(name)
     keys = [key(_TITLES[0])]
-    keys += [key(name, color=_POLICIES[name][0], marker=_POLICIES[name][1], linestyle="-") for name in policies]
+    keys += [key(name, color=looks[name][0], marker=looks[name][1], linestyle="-") for name in policies]
     keys += [
         key(""),
         key(_TITLES[1]),

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Literal, TypeVar, cast, get_args
 
 from spark_agent.errors import SparkError, UsageError
 from spark_agent.simulation.counts import count_rows, given_profile
+from spark_agent.simulation.early import early_start, given_guesses, is_given, parse_early
 from spark_agent.simulation.rows import Report, Row, TunedRow
 from spark_agent.simulation.sources import Source
+from spark_agent.simulation.speeds import Speeds
+from spark_runtime.early_fetch import EarlyFetch
 from spark_runtime.simulator.policies import CACHES, POLICIES, Cache, PolicyName
-from spark_runtime.simulator.pools import MAX_SLOT_TOKENS
 from spark_runtime.simulator.study import (
     PROFILES,
     Judgement,
@@ -22,11 +24,11 @@ from spark_runtime.simulator.study import (
     equal_slots,
     placed_slots,
 )
-from spark_runtime.simulator.tuning import tune
+from spark_runtime.simulator.tuning import TunedEarly, tune, tune_early
 
 if TYPE_CHECKING:
     from spark_agent.simulation.machines import MachineFigures
-    from spark_runtime.simulator.cost import Machine
+    from spark_runtime.simulator.guesses import EarlyStart, Guesser
 
 __all__ = ["Plan", "SlotsOf", "run"]
 
@@ -54,6 +56,10 @@ class Plan:
     pageable_share: float
     """Of the copies, from memory that is not locked."""
     tune: bool
+    early: tuple[EarlyFetch, ...]
+    """Ways of fetching early, each beside nothing early."""
+    guesses: str | None
+    """What guesses start from: ``none``, ``calibrated``, ``kept`` or a file; ``None``: as the profile."""
     placed_asked: bool
     """Whether slots by frequency were named: then also for what does not move."""
     asked: bool
@@ -73,10 +79,14 @@ class Plan:
         ubatch: int,
         pageable_share: float,
         tune: bool,
+        early: Sequence[str] = (),
+        guesses: str | None = None,
     ) -> Plan:
         """Check what was typed; raise :class:`UsageError`."""
         if not 0 <= pageable_share <= 1:
             raise UsageError(f"--pageable: found {pageable_share:g}, expected a share from 0 to 1")
+        if guesses is not None and not early:
+            raise UsageError("--guesses says what is fetched early, and nothing is", "pass --early too, e.g. 1:0.3")
         for share in residencies:
             if not 0 < share <= 1:
                 raise UsageError(f"--residency: found {share:g}, expected a share above 0, at most 1", "e.g. 0.6")
@@ -97,6 +107,8 @@ class Plan:
             ubatch=ubatch,
             pageable_share=pageable_share,
             tune=tune,
+            early=parse_early(early),
+            guesses=guesses,
             placed_asked="placed" in sharings,
             asked=bool(policies),
         )
@@ -119,22 +131,39 @@ def run(
 ) -> Report:
     """Simulate; raises :class:`SparkError` when the input cannot answer at all."""
     report = Report([], [], [*source.notes])
+    speeds = Speeds.of(figures, source, plan, report)
+    if plan.early and source.kind != "trace":
+        raise SparkError(
+            "fetching early needs the order of selections, so a trace", "spark-agent record --trace FOLDER"
+        )
+    if plan.early and ("scored" not in plan.policies or "pool" not in plan.sharings):
+        raise UsageError("--early is of the scored policy in one pool", "leave --policy scored and --sharing pool in")
     if source.kind == "trace":
-        _trace_rows(plan, source, workload, report, advance)
+        _trace_rows(plan, source, workload, report, speeds, advance)
     else:
         count_rows(plan, source, workload, report)
-    _predict(report, source, figures, plan)
+    if speeds is not None:
+        report.rows = [replace(row, predicted_tok_s=speeds.tok_s(row)) for row in report.rows]
     return report
 
 
 def _trace_rows(
-    plan: Plan, source: Source, workload: str | None, report: Report, advance: Callable[[float], None]
+    plan: Plan,
+    source: Source,
+    workload: str | None,
+    report: Report,
+    speeds: Speeds | None,
+    advance: Callable[[float], None],
 ) -> None:
     if workload is not None and workload not in source.workloads:
         raise SparkError(f"no session of {workload}", f"found {', '.join(sorted(set(source.workloads)))}")
     trace, kept = source.trace(plan.phase)
     given = None if plan.given is None else given_profile(plan.given, source, kept)
     report.notes += [note for note in source.notes if note not in report.notes]
+    guesser = _guesser() if plan.early else None
+    guesses = None
+    if plan.guesses is not None and is_given(plan.guesses):
+        guesses = given_guesses(plan.guesses, source, trace, kept)
     try:
         study = Study(
             trace,
@@ -145,14 +174,18 @@ def _trace_rows(
             prompt_batch=plan.ubatch,
             given=given,
             judged=workload,
+            guesser=guesser,
+            given_guesses=guesses,
         )
     except TraceTooSmallError as error:
         raise SparkError(str(error), "record more sessions with --trace") from error
     report.n_sessions, report.n_calibration = len(study.judging), len(study.calibrating)
     if not study.held_out.any():
         report.notes.append("no session is on the held-out side: all of them judge, and none may calibrate")
+    if plan.early and plan.in_batches:
+        _note(report, "only single tokens are guessed for: nothing is fetched early in calls of several")
     for residency in plan.residencies:
-        for cache, profile, slots_of in _combinations(plan, report):
+        for cache, profile, slots_of in _combinations(plan, report, len(study.calibrating)):
             try:
                 slots = _slots(study, residency, profile, slots_of)
                 row = _row(study.judge(cache, slots, profile, plan.positions), cache, profile, residency, slots)
@@ -163,7 +196,7 @@ def _trace_rows(
             report.rows.append(_finished(row, study, slots, plan, cache))
             advance(1)
         if plan.tune:
-            _tune(plan, study, residency, report)
+            _tune(plan, study, residency, report, speeds)
 
 
 def _slots(study: Study, residency: float, profile: ProfileName, slots_of: SlotsOf) -> list[int]:
@@ -173,7 +206,13 @@ def _slots(study: Study, residency: float, profile: ProfileName, slots_of: Slots
     return placed_slots(study.trace, residency, frequency)
 
 
-def _combinations(plan: Plan, report: Report) -> Iterator[tuple[Cache, ProfileName, SlotsOf]]:
+def _guesser() -> Guesser:
+    from spark_runtime.guess_replay import NativeGuesser
+
+    return NativeGuesser()
+
+
+def _combinations(plan: Plan, report: Report, n_calibration: int) -> Iterator[tuple[Cache, ProfileName, SlotsOf]]:
     for policy in plan.policies:
         if policy in _SINGLE_TOKEN and plan.in_batches:
             _note(report, f"{policy} is left out: it takes one token at a time")
@@ -196,11 +235,19 @@ def _combinations(plan: Plan, report: Report) -> Iterator[tuple[Cache, ProfileNa
             for profile in profiles:
                 # Without a profile nothing says where more slots are worth more.
                 if sharing != "placed" or profile != "none":
-                    yield Cache(policy, "pool" if sharing == "pool" else "layer"), profile, sharing
+                    cache = Cache(policy, "pool" if sharing == "pool" else "layer")
+                    for way in (cache, *_early_ways(plan, cache, early_start(plan.guesses, profile, n_calibration))):
+                        yield way, profile, sharing
+
+
+def _early_ways(plan: Plan, cache: Cache, start: EarlyStart) -> list[Cache]:
+    if cache.policy != "scored" or cache.sharing != "pool":
+        return []
+    return [replace(cache, early=early, early_from=start) for early in plan.early]
 
 
 def _row(judged: Judgement, cache: Cache, profile: ProfileName, residency: float, slots: Sequence[int]) -> Row:
-    rate = judged.cold_hit_rate
+    rate, early = judged.cold_hit_rate, judged.early
     return Row(
         policy=cache.policy,
         sharing=None,
@@ -215,6 +262,14 @@ def _row(judged: Judgement, cache: Cache, profile: ProfileName, residency: float
         predicted_tok_s=None,
         phase="decode",
         n_sessions=judged.n_sessions,
+        early_experts=None if early is None else cache.early.experts,
+        early_threshold=None if early is None else cache.early.threshold,
+        early_guesses=None if early is None else cache.early_from,
+        early_per_selection=None if early is None else early.fetched,
+        early_used_per_selection=None if early is None else early.used,
+        early_wasted_per_selection=None if early is None else early.wasted,
+        early_wasted_bytes_per_token=None if early is None else early.wasted_bytes_per_token,
+        early_layers_per_token=None if early is None else early.layers_by_experts,
         parts=judged.parts,
     )
 
@@ -231,7 +286,7 @@ def _finished(row: Row, study: Study, slots: Sequence[int], plan: Plan, cache: C
     )
 
 
-def _tune(plan: Plan, study: Study, residency: float, report: Report) -> None:
+def _tune(plan: Plan, study: Study, residency: float, report: Report, speeds: Speeds | None) -> None:
     for sharing in plan.sharings:
         for profile in plan.profiles:
             if sharing == "placed" and profile == "none":
@@ -241,7 +296,12 @@ def _tune(plan: Plan, study: Study, residency: float, report: Report) -> None:
                 slots = _slots(study, residency, profile, sharing)
                 found = tune(study, cache, slots, profile)
                 cache = replace(cache, decay=found.decay, prior_tokens=found.prior_tokens)
-                row = _row(study.judge(cache, slots, profile, plan.positions), cache, profile, residency, slots)
+                early = _tuned_early(plan, study, cache, slots, profile, speeds)
+                start = early_start(plan.guesses, profile, len(study.calibrating))
+                ways = [cache, *_early_ways(plan, cache, start)]
+                if early is not None and early.early not in {way.early for way in ways}:
+                    ways.append(replace(cache, early=early.early, early_from=start))
+                judged = [(way, study.judge(way, slots, profile, plan.positions)) for way in ways]
             except TraceTooSmallError as error:
                 _note(report, f"{profile} profiles are not tuned: {error}")
                 continue
@@ -255,48 +315,24 @@ def _tune(plan: Plan, study: Study, residency: float, report: Report) -> None:
                     found.cold_hit_rate,
                     found.default_cold_hit_rate,
                     found.tried,
+                    None if early is None else early.early.experts,
+                    None if early is None or not early.early.experts else early.early.threshold,
+                    None if early is None else round(early.tok_s, 2),
+                    None if early is None else round(early.usual_tok_s, 2),
                 )
             )
-            row = replace(row, policy="scored_tuned", sharing=sharing)
-            report.rows.append(_finished(row, study, slots, plan, cache))
+            for way, judgement in judged:
+                row = replace(_row(judgement, way, profile, residency, slots), policy="scored_tuned", sharing=sharing)
+                report.rows.append(_finished(row, study, slots, plan, way))
 
 
-def _predict(report: Report, source: Source, figures: MachineFigures | None, plan: Plan) -> None:
-    if figures is None:
-        if plan.pageable_share:
-            raise UsageError("--pageable needs a machine's figures", "pass --machine BENCH.json")
-        return
-    machine, measured = figures.machine, figures.expert_bytes
-    if plan.pageable_share and (machine.pageable_bytes_per_s is None or machine.link_bytes_per_s is None):
-        raise UsageError(
-            "nothing says what a copy from memory that is not locked takes",
-            "pass --link and --pageable-link, or the --machine of a newer spark-agent bench",
-        )
-    own = source.mean_expert_bytes
-    if machine.link_bytes_per_s is not None and own is None:
-        raise SparkError(
-            "a link's rate tells nothing where the bytes of an expert are not known", "use a recorded trace"
-        )
-    if machine.link_bytes_per_s is None and own and measured and not 0.9 < own / measured < 1.1:
-        report.notes.append(
-            f"a miss was measured with experts of {measured:.0f} bytes, these have {own:.0f}: pass --link and --miss-us"
-        )
-    if figures.fingerprint is not None and figures.fingerprint != source.fingerprint:
-        report.notes.append("a token's time was measured with another model: pass --token-ms for this one's")
-    report.rows = [replace(row, predicted_tok_s=_rate(machine, row, source, plan)) for row in report.rows]
-
-
-def _rate(machine: Machine, row: Row, source: Source, plan: Plan) -> float | None:
-    """Tokens a second; of prompts only where experts are fetched layer by layer, and everything is known."""
-    expert_bytes, pageable, ubatch = source.mean_expert_bytes or 0.0, plan.pageable_share, plan.ubatch
-    if row.phase != "prefill":
-        if row.loads_per_token is None:
-            return None
-        return round(machine.decode_tok_s(row.loads_per_token, expert_bytes, pageable), 2)
-    if machine.prompt_token_s is None or machine.link_bytes_per_s is None or ubatch <= MAX_SLOT_TOKENS:
+def _tuned_early(
+    plan: Plan, study: Study, cache: Cache, slots: Sequence[int], profile: ProfileName, speeds: Speeds | None
+) -> TunedEarly | None:
+    """Only where something is fetched early, and figures say which way is faster."""
+    if not plan.early or speeds is None or cache.sharing != "pool" or plan.in_batches:
         return None
-    absent = sum(layer.n_experts for layer in source.layers) * (1 - row.residency) / len(source.layers)
-    return round(machine.prefill_tok_s(ubatch, [absent] * len(source.layers), expert_bytes, pageable), 2)
+    return tune_early(study, cache, slots, profile, speeds.judged_tok_s)
 
 
 def _note(report: Report, text: str) -> None:

@@ -41,6 +41,8 @@ class Source:
     workloads: list[str] = field(default_factory=list)
     """Of each session."""
     held_out: list[bool] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    """Of each layer, its block in the model; empty where nobody says."""
     bytes_known: bool = True
     sessions: list[SessionTrace] = field(default_factory=list)
     histograms: list[SessionHistogram] = field(default_factory=list)
@@ -152,6 +154,7 @@ def _traces(path: Path) -> Source:
         layers=list(layer_sizes(found.shape)),
         workloads=[session.workload for session in found.sessions],
         held_out=[split_of(session.session_hash) == "held_out" for session in found.sessions],
+        blocks=[layer.block for layer in found.shape.layers],
         sessions=found.sessions,
     )
 

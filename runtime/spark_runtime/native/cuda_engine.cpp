@@ -6,7 +6,7 @@
 // select. Events tie them; ggml's event functions reach the first.
 
 #include "cuda_device.h"
-#include "cuda_early.h"
+#include "cuda_flows.h"
 #include "cuda_graphs.h"
 #include "cuda_scratch.h"
 #include "cuda_tables.h"
@@ -22,17 +22,6 @@ namespace {
 constexpr uint32_t FETCH_BLOCKS = 16;   // enough reads in flight to fill a PCIe 5 link, few enough to start at once
 constexpr uint32_t DECIDING_BLOCKS = 1; // writes the tables meanwhile
 constexpr uint32_t GATHER_ROWS = 4;     // blocks an expert
-
-// What flows beside the wrapped backend's own stream, and where it is awaited.
-struct flows {
-    flows(const cuda & gpu, ggml_backend_dev_t dev)
-        : decide(gpu), copies(gpu), gathers(gpu), early(gpu, dev), inner_done(gpu, dev), decided(gpu, dev), used{{gpu, dev}, {gpu, dev}},
-          copied{{gpu, dev}, {gpu, dev}}, gathered{{gpu, dev}, {gpu, dev}} {}
-    stream decide, copies, gathers;
-    cuda_early early;
-    event inner_done, decided;
-    event used[2], copied[2], gathered[2];  // of the two scratch layers
-};
 
 class cuda_engine : public engine {
   public:
@@ -69,7 +58,7 @@ class cuda_engine : public engine {
         if (classes.empty()) {
             std::deque<cuda_tables> made;
             for (const auto & c : owner.classes) {
-                made.emplace_back(gpu, *c, fault_address);
+                made.emplace_back(gpu, *c, fault_address, urgent.at<uint32_t>());
             }
             classes.swap(made);
         }
@@ -180,15 +169,17 @@ class cuda_engine : public engine {
     tier & owner;
     cuda gpu;
     CUmodule module = nullptr;
-    CUfunction ensure = nullptr, mark = nullptr, gather = nullptr, tally = nullptr, fetch = nullptr, learn = nullptr;
+    CUfunction ensure = nullptr, mark = nullptr, gather = nullptr, tally = nullptr, choose = nullptr, copy = nullptr, learn = nullptr;
     std::unique_ptr<flows> flow;
     std::unique_ptr<host_lock> locked;
     volatile int32_t * fault = nullptr;
+    device_array urgent;  // device_class::urgent
     char * host = nullptr;  // owner.host as the GPU sees it
     std::deque<cuda_tables> classes;  // as owner.classes
     std::unique_ptr<cuda_graphs> graphs;
     int phase = 0;  // of the steps to come
     cuda_scratch scratch_layers{gpu};
+    bool torn = false;  // cuda_early::torn, in a step that was computed
     bool mirrored = false;  // whether slot_of on the host is what the device has
     uint64_t touch = 0;
 
@@ -197,7 +188,7 @@ class cuda_engine : public engine {
         host = locked->as_seen;
         gpu.check(gpu.cu.cuModuleLoadData(&module, kernels.data()), "cuModuleLoadData");
         for (const auto & [function, name] : {std::pair{&ensure, "spark_ensure"}, {&mark, "spark_mark"}, {&gather, "spark_gather"}, {&tally, "spark_tally"},
-                                             {&fetch, "spark_fetch_early"}, {&learn, "spark_learn"}}) {
+                                             {&choose, "spark_choose_early"}, {&copy, "spark_copy_early"}, {&learn, "spark_learn"}}) {
             gpu.check(gpu.cu.cuModuleGetFunction(function, module, name), name);
         }
         void * memory;
@@ -206,8 +197,9 @@ class cuda_engine : public engine {
         for (int i = 0; i < 4; i++) {
             fault[i] = 0;
         }
+        urgent.allocate(gpu, sizeof(uint32_t));
         flow = std::make_unique<flows>(gpu, owner.inner);
-        graphs = std::make_unique<cuda_graphs>(gpu, std::vector<CUfunction>{ensure, mark, fetch});
+        graphs = std::make_unique<cuda_graphs>(gpu, std::vector<CUfunction>{ensure, mark, choose, copy});
         owner.pinned = true;
     }
 
@@ -215,6 +207,7 @@ class cuda_engine : public engine {
         graphs.reset();
         flow.reset();
         classes.clear();
+        urgent.release();
         if (fault != nullptr) {
             gpu.cu.cuMemFreeHost(const_cast<int32_t *>(fault));
         }
@@ -238,7 +231,7 @@ class cuda_engine : public engine {
     // ---- one step
 
     void check_fault() {
-        const std::string text = take_fault();
+        const std::string text = torn ? "the GPU refused a copy after its slot had changed hands: load the model again" : take_fault();
         if (!text.empty()) {
             throw tier_error{text};
         }
@@ -260,6 +253,7 @@ class cuda_engine : public engine {
             gpu.cu.cuStreamSynchronize(flow->copies);
             gpu.cu.cuStreamSynchronize(flow->gathers);
             flow->early.synchronize();
+            torn = torn || flow->early.torn;
         }
         for (cuda_tables & state : classes) {
             if (!succeeded) {
@@ -345,10 +339,10 @@ class cuda_engine : public engine {
             const bool here = n_ahead < ahead.size() && ahead[n_ahead] == &call;
             const size_t scratch = n_ahead % 2;
             after_inner(inner, flow->decide, flow->inner_done);
-            flow->early.await(class_of(*call.layer), flow->decide);
+            flow->early.await(class_of(*call.layer), flow->decide, way_of(call) == way::slots ? call.layer : nullptr);
             decide_call(patches, graph, call, here ? int(scratch) : -1);
             after_stream(inner, flow->decide, flow->decided);
-            flow->early.fetch(fetch, class_of(*call.layer), state_of(*call.layer), call, host, owner.host, flow->decide);
+            flow->early.fetch(choose, copy, class_of(*call.layer), state_of(*call.layer), call, host, owner.host, flow->decide);
             if (!here) {
                 continue;
             }

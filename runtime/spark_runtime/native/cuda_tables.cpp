@@ -13,7 +13,7 @@ template <typename type> void cuda_tables::fetch(std::vector<type> & to, const t
     gpu.check(gpu.cu.cuMemcpyDtoH(to.data(), reinterpret_cast<CUdeviceptr>(from), to.size() * sizeof(type)), "cuMemcpyDtoH");
 }
 
-cuda_tables::cuda_tables(const cuda & gpu, const tier_class & of, CUdeviceptr fault) : of(of), gpu(gpu) {
+cuda_tables::cuda_tables(const cuda & gpu, const tier_class & of, CUdeviceptr fault, uint32_t * urgent) : of(of), gpu(gpu) {
     const slot_pool & pool = of.pool;
     const size_t n_layers = pool.layers.size(), n_entries = pool.slot_of.size();
     const phase_counts & bank = pool.counts[0];
@@ -25,6 +25,7 @@ cuda_tables::cuda_tables(const cuda & gpu, const tier_class & of, CUdeviceptr fa
     };
     const size_t n_counts = n_entries + bank.distances.size() + 6 * n_layers;
     const size_t control = part(sizeof(device_control));
+    const size_t flight = part(sizeof(device_flight));
     const size_t slot_of = part(n_entries * sizeof(int32_t));
     const size_t meta = part(n_entries * sizeof(expert_meta));
     const size_t recency = part(n_entries * sizeof(uint32_t));
@@ -38,6 +39,8 @@ cuda_tables::cuda_tables(const cuda & gpu, const tier_class & of, CUdeviceptr fa
     memory.allocate(gpu, at);
     device_class & t = tables;
     t.control = memory.at<device_control>(control);
+    t.flight = memory.at<device_flight>(flight);
+    t.urgent = urgent;
     t.slot_of = memory.at<int32_t>(slot_of);
     t.meta = memory.at<expert_meta>(meta);
     t.recency = memory.at<uint32_t>(recency);
@@ -112,6 +115,7 @@ void cuda_tables::upload(int phase) {
     send(static_cast<const uint64_t *>(t.counts), counts);
     const std::vector<device_control> control = {{pool.step, uint32_t(phase), 0, 0}};
     send(static_cast<const device_control *>(t.control), control);
+    send(static_cast<const device_flight *>(t.flight), std::vector<device_flight>(1));
     loaded = pool.slot_of;
 }
 

@@ -11,8 +11,8 @@ namespace spark {
 
 class cuda_tables {
   public:
-    // `fault` is host memory that the GPU writes to.
-    cuda_tables(const cuda & gpu, const tier_class & of, CUdeviceptr fault);
+    // `fault` is host memory that the GPU writes to, `urgent` the GPU's count of blocks that copy what was chosen.
+    cuda_tables(const cuda & gpu, const tier_class & of, CUdeviceptr fault, uint32_t * urgent);
     cuda_tables(const cuda_tables &) = delete;
     cuda_tables & operator=(const cuda_tables &) = delete;
 
@@ -44,6 +44,13 @@ class cuda_tables {
     std::vector<int32_t> loaded;  // slot_of as of the last upload or download: which slots hold what
     template <typename type> void send(const type * to, const std::vector<type> & from);
     template <typename type> void fetch(std::vector<type> & to, const type * from);
+    // The same of the predictor's weights, which lie in memory of another kind.
+    void send(const int16_t * to, const weight_array & from) {
+        gpu.check(gpu.cu.cuMemcpyHtoD(reinterpret_cast<CUdeviceptr>(to), from.data(), from.size() * sizeof(int16_t)), "cuMemcpyHtoD");
+    }
+    void fetch(weight_array & to, const int16_t * from) {
+        gpu.check(gpu.cu.cuMemcpyDtoH(to.data(), reinterpret_cast<CUdeviceptr>(from), to.size() * sizeof(int16_t)), "cuMemcpyDtoH");
+    }
 };
 
 }  // namespace spark

@@ -25,7 +25,10 @@ struct layer_state {
 #include "slots.h"
 #endif
 
+#ifndef SPARK_BLOCK_THREADS  // smaller where tests run kernels on a processor
 #define SPARK_BLOCK_THREADS 256
+#define SPARK_CHUNK_BYTES 32768  // of an expert on its way: what one block copies between two looks at the others
+#endif
 #define SPARK_MAX_SELECTED 256  // selections of one call through the slots; one a thread
 #define SPARK_MAX_EXPERTS 1024  // of a layer
 #define SPARK_MAX_LAYERS 256    // of a class
@@ -67,6 +70,16 @@ struct device_move {
     uint32_t victim;  // entry
 };
 
+// Experts on their way to their slots beside the computation (kernel_early.h).
+struct device_flight {
+    uint32_t n_moves;
+    uint32_t layer;  // of the class; all moves are of it
+    uint32_t unused[2];
+    uint32_t claimed[SPARK_MAX_EARLY];  // chunks of each, in order; more than there are once all are
+    uint32_t landed[SPARK_MAX_EARLY];   // chunks that are there, or will never be copied
+    device_move moves[SPARK_MAX_EARLY];
+};
+
 struct device_class {
     int32_t * slot_of;         // [n_entries]
     expert_meta * meta;        // [n_entries]
@@ -78,6 +91,8 @@ struct device_class {
     const float * decay;       // low and high part
     uint64_t * counts;         // [PHASES][n_counts], parts as in phase_counts; selections first
     device_control * control;
+    device_flight * flight;
+    uint32_t * urgent;         // of the GPU: blocks that copy what routers have chosen
     uint32_t * waiting;        // [n_entries]
     int16_t * weights;         // of the predictor, from layer_state::first_weight on; null: nothing is fetched early
     int32_t * fault;           // in host memory: what, block, id, experts

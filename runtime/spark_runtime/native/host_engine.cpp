@@ -1,9 +1,9 @@
 // Runs a tiered graph on any backend through ggml's public functions: the host reads each layer's selection, fetches
 // what is missing and goes on. It waits for the device at every layer, so it is for the CPU, for tests, and for GPUs
 // that cannot read host memory themselves. What is fetched early is copied by a thread of its own while the layer before
-// computes, and is there before the next call asks for anything.
+// computes; only what the router then chooses is waited for.
 
-#include "copy_thread.h"
+#include "early_copies.h"
 #include "tier.h"
 
 #include <cstring>
@@ -24,7 +24,7 @@ class host_engine : public engine {
         if (owner.early.most == 0) {
             early.reset();
         } else if (!early) {
-            early = std::make_unique<copy_thread>();
+            early = std::make_unique<early_copies>();
         }
         holds.resize(owner.classes.size());
         for (size_t c = 0; c < owner.classes.size(); c++) {
@@ -60,9 +60,6 @@ class host_engine : public engine {
             }
             done = call.first;
             ggml_backend_synchronize(inner);
-            if (early) {
-                early->wait();
-            }
             step.push_back({call.layer, read_ids(call), call.n_used(), call.n_tokens()});
             make_ready(patches, graph, call, step.back().ids);
         }
@@ -93,10 +90,10 @@ class host_engine : public engine {
     // Ends a step that failed, too: what it selected would otherwise never leave again.
     struct step_end {
         tier & owner;
-        copy_thread * early;
+        early_copies * early;
         ~step_end() {
             if (early != nullptr) {
-                early->wait();
+                early->land();
             }
             for (const auto & c : owner.classes) {
                 c->pool.end_step();
@@ -108,7 +105,8 @@ class host_engine : public engine {
     bool on_cpu;
     int phase = 0;
     std::vector<move> moves;
-    std::unique_ptr<copy_thread> early;  // while experts are fetched early
+    std::unique_ptr<early_copies> early;  // while experts are fetched early
+    const tier_layer * flight_of = nullptr;  // whose experts were submitted last
     const tier_layer * filled_by = nullptr;  // whose experts are in the scratch layer
     std::vector<std::vector<int64_t>> holds;  // which entry each slot of each class holds
 
@@ -141,10 +139,7 @@ class host_engine : public engine {
             if (!pool.ensure(layer.index, ids.data(), n, phase, slots.data(), moves)) {
                 throw bad_ids(layer, ids);
             }
-            for (const move & move : moves) {
-                load(layer, move.expert, move.slot);
-                holds_of(layer)[move.slot] = pool.layers[layer.index].first + move.expert;
-            }
+            load_missing(layer, slots);
             shape_ids(*layer.slot_ids, call);
             ggml_backend_tensor_set(layer.slot_ids, slots.data(), 0, n * sizeof(int32_t));
             redirect(patches, graph, call, where::slots, layer.slot_ids);
@@ -154,6 +149,9 @@ class host_engine : public engine {
         }
         if (!pool.pass(layer.index, ids.data(), n, phase)) {
             throw bad_ids(layer, ids);
+        }
+        if (early) {
+            early->land();
         }
         pool.follow(layer.index, ids.data(), call.n_used(), call.n_tokens());
         if (on_cpu) {
@@ -182,16 +180,36 @@ class host_engine : public engine {
         redirect(patches, graph, call, where::scratch0, call.ids);
     }
 
+    // What ensure() moved, and of what was fetched early what is selected.
+    void load_missing(tier_layer & layer, const std::vector<int32_t> & slots) {
+        if (early && flight_of != &layer) {
+            early->land();  // slots are numbered by class
+        }
+        for (const move & move : moves) {
+            if (early) {
+                early->end(move.slot);
+            }
+            const early_copies::hold hold(early.get());
+            load(layer, move.expert, move.slot);
+            holds_of(layer)[move.slot] = layer.of->pool.layers[layer.index].first + move.expert;
+        }
+        for (size_t i = 0; early && i < slots.size(); i++) {
+            early->land(uint32_t(slots[i]));
+        }
+    }
+
     void fetch_early(const tier_layer & layer) {
         if (!early || layer.of->whole) {
             return;
         }
+        early->land();
         slot_pool & pool = layer.of->pool;
         pool.fetch_early(layer.index, phase, moves);
         for (const move & move : moves) {
             tier_layer & next = *layer.of->layers[layer.index + 1];
             holds_of(next)[move.slot] = pool.layers[next.index].first + move.expert;
-            early->submit([&next, move] { load(next, move.expert, move.slot); });
+            early->submit(move.slot, next.tensors.size(), [&next, move](size_t k) { load(next.tensors[k], move.expert, move.slot); });
+            flight_of = &next;
         }
     }
 
@@ -209,8 +227,11 @@ class host_engine : public engine {
 
     static void load(tier_layer & layer, uint32_t expert, uint32_t slot) {
         for (expert_tensor & tensor : layer.tensors) {
-            ggml_backend_tensor_set(tensor.slots, host(tensor, expert), size_t(slot) * tensor.bytes, tensor.bytes);
+            load(tensor, expert, slot);
         }
+    }
+    static void load(expert_tensor & tensor, uint32_t expert, uint32_t slot) {
+        ggml_backend_tensor_set(tensor.slots, host(tensor, expert), size_t(slot) * tensor.bytes, tensor.bytes);
     }
 
     static void shape_ids(ggml_tensor & ids, const expert_call & call) {

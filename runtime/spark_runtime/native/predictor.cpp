@@ -1,42 +1,10 @@
 #include "predictor.h"
 
+#include "guess_loops.h"
+
 #include <algorithm>
 
-// The loops below are the cost of a guess. x86-64's oldest vectors take twice as long as AVX2 does; the loader chooses.
-#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
-#define SPARK_VECTORS __attribute__((target_clones("avx2", "default"), optimize("O3")))
-#else
-#define SPARK_VECTORS
-#endif
-
 namespace spark {
-
-namespace {
-
-SPARK_VECTORS void add_row(int32_t * scores, const int16_t * row, uint32_t n) {
-    for (uint32_t i = 0; i < n; i++) {
-        scores[i] += row[i];
-    }
-}
-
-SPARK_VECTORS void correct_row(int16_t * row, const int32_t * steps, uint32_t n) {
-    for (uint32_t i = 0; i < n; i++) {
-        const int32_t value = row[i] + steps[i];
-        row[i] = int16_t(value > INT16_MAX ? INT16_MAX : value < INT16_MIN ? INT16_MIN : value);
-    }
-}
-
-// Of experts that were not selected.
-SPARK_VECTORS void steps_down(int32_t * scores, uint32_t n, uint32_t shift) {
-    for (uint32_t i = 0; i < n; i++) {
-        const int32_t error = scores[i] > 0 ? -scores[i] : 0;
-        scores[i] = (error + (1 << (shift - 1))) >> shift;
-    }
-}
-
-constexpr uint32_t CACHE_LINE = 64;
-
-}  // namespace
 
 void predictor::prepare(const std::vector<uint32_t> & sizes) {
     if (n_experts == sizes) {
@@ -60,33 +28,35 @@ uint32_t predictor::n_rows(uint32_t layer) const {
     return rows;
 }
 
-template <typename action> void predictor::each_row(uint32_t layer, const selection * before, action && act) const {
+// The rows of a guess, and all of them asked for. They lie far apart in more memory than a cache holds: together they come
+// in the time of a few. Into the second-level cache, because a processor can wait for more lines there than in the first.
+void predictor::find_rows(uint32_t layer, const selection * before) {
     const size_t width = n_experts[layer];
-    size_t start = starts[layer];
+    int16_t * start = weights.data() + starts[layer];
+    rows.clear();
     for (uint32_t back = 1; back <= PREDICTED_FROM && back <= layer; back++) {
         for (uint32_t i = 0; i < before[back - 1].n; i++) {
-            act(start + size_t(before[back - 1].ids[i]) * width);
+            rows.push_back(start + size_t(before[back - 1].ids[i]) * width);
         }
         start += n_experts[layer - back] * width;
     }
-    act(start);
+    rows.push_back(start);
+    for (const int16_t * row : rows) {
+        for (size_t i = 0; i < width; i += CACHE_LINE_BYTES / sizeof(int16_t)) {
+            __builtin_prefetch(row + i, 0, 2);
+        }
+    }
 }
 
-void predictor::predict(uint32_t layer, const selection * before, int32_t * scores) const {
-    const uint32_t n = n_experts[layer];
-    // The rows lie far apart in more memory than a cache holds: asked for together they come in the time of a few.
-    each_row(layer, before, [&](size_t row) {
-        for (uint32_t i = 0; i < n; i += CACHE_LINE / sizeof(int16_t)) {
-            __builtin_prefetch(&weights[row + i]);
-        }
-    });
-    std::fill_n(scores, n, 0);
-    each_row(layer, before, [&](size_t row) { add_row(scores, &weights[row], n); });
+void predictor::predict(uint32_t layer, const selection * before, int32_t * scores) {
+    find_rows(layer, before);
+    add_rows(scores, rows.data(), rows.size(), n_experts[layer]);
 }
 
 void predictor::learn(uint32_t layer, const selection * before, const selection & selected, uint32_t top_k, int32_t * scores) {
     const uint32_t n = n_experts[layer], shift = learning_shift(top_k);
     const int32_t half = 1 << (shift - 1);
+    find_rows(layer, before);
     of_selected.clear();
     for (uint32_t i = 0; i < selected.n; i++) {
         of_selected.push_back(scores[selected.ids[i]]);
@@ -95,7 +65,7 @@ void predictor::learn(uint32_t layer, const selection * before, const selection 
     for (uint32_t i = 0; i < selected.n; i++) {
         scores[selected.ids[i]] = (std::max(PREDICTED_ONE - of_selected[i], 0) + half) >> shift;
     }
-    each_row(layer, before, [&](size_t row) { correct_row(&weights[row], scores, n); });
+    correct_rows(rows.data(), rows.size(), scores, n);
 }
 
 }  // namespace spark

@@ -8,6 +8,8 @@
 
 #pragma once
 
+#include "huge_memory.h"
+
 #include <cstdint>
 #include <vector>
 
@@ -23,6 +25,8 @@ struct selection {
     uint32_t n = 0;
 };
 
+using weight_array = std::vector<int16_t, huge_memory<int16_t>>;
+
 class predictor {
   public:
     // As many weights as such layers need, all 0; what was learned stays if they are the same layers as before.
@@ -35,17 +39,18 @@ class predictor {
     uint32_t n_rows(uint32_t layer) const;
 
     // Guesses for every expert of a layer from 1 on; before[0] is of the layer before it.
-    void predict(uint32_t layer, const selection * before, int32_t * scores) const;
+    void predict(uint32_t layer, const selection * before, int32_t * scores);
     // Corrects them by what was selected, given predict()'s `scores`, which become the corrections.
     void learn(uint32_t layer, const selection * before, const selection & selected, uint32_t top_k, int32_t * scores);
 
     std::vector<uint32_t> n_experts;  // by layer; empty: nothing is predicted
-    std::vector<int16_t> weights;
+    weight_array weights;
 
   private:
     std::vector<uint32_t> starts;
-    std::vector<int32_t> of_selected;  // kept for its memory
-    template <typename action> void each_row(uint32_t layer, const selection * before, action && act) const;
+    std::vector<int16_t *> rows;  // of one guess; these two are kept for their memory
+    std::vector<int32_t> of_selected;
+    void find_rows(uint32_t layer, const selection * before);
 };
 
 // By how many bits an error is shifted: less where more rows share it.

@@ -1,5 +1,7 @@
 #include "slots.h"
 
+#include "guess_loops.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -332,12 +334,7 @@ void slot_pool::fetch_early(uint32_t layer, int phase, std::vector<move> & moves
     selected_before(next, before);
     const int32_t * scores = guess(next, before);
     while (moves.size() < early.most) {
-        int64_t best = -1;
-        for (uint32_t expert = 0; expert < state.n_experts; expert++) {
-            if (slot_of[state.first + expert] < 0 && scores[expert] >= early.threshold && (best < 0 || scores[expert] > scores[best])) {
-                best = expert;
-            }
-        }
+        const int64_t best = best_missing(scores, &slot_of[state.first], state.n_experts, early.threshold);
         const int64_t leaving = best < 0 ? -1 : victim(next, layer, scores);
         if (leaving < 0) {
             break;

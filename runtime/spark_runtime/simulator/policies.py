@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from spark_runtime.early_fetch import NO_EARLY_FETCH, EarlyFetch
+from spark_runtime.simulator.early import EarlyCopies, Guessed
+from spark_runtime.simulator.guesses import EarlyStart, Guesses
 from spark_runtime.simulator.lanes import Lanes
 from spark_runtime.simulator.optimum import optimal_cold_hits
 from spark_runtime.simulator.pools import WAITING_DOUBLINGS, PoolStarts, Replayed, replay_pools
@@ -55,9 +58,15 @@ class Cache:
     """Of the scores of layers that a call has not come to yet, in one pool."""
     foreseen: bool = False
     """Whether one pool spares what such layers will select, as if it were known."""
+    early: EarlyFetch = NO_EARLY_FETCH
+    """What ``scored`` may fetch early in one pool."""
+    early_from: EarlyStart = "none"
+    """What its guesses start from."""
 
     def check(self) -> None:
         """Raise ``ValueError`` for what does not exist."""
+        if self.early.experts and (self.policy != "scored" or self.sharing != "pool"):
+            raise ValueError("experts are fetched early by scored in one pool only")
         if self.sharing == "pool" and self.policy in _IN_ORDER_ONLY:
             raise ValueError(f"{self.policy} exists with slots of each layer's own only")
 
@@ -68,27 +77,35 @@ def replay(
     slots: Sequence[int],
     profiles: Sequence[Frequency | None],
     calls: Sequence[IntArray] | None = None,
+    guesses: Callable[[LayerClass], Guesses] | None = None,
 ) -> Replayed:
     """What found no slot and what was copied, ``[token, layer]`` each in the trace's order.
 
     Copies stand with the first token of their call.
     ``profiles[session]`` is what the session's cache starts with, and the prior of its scores; ``None`` starts with the
-    first experts. Every session starts anew. ``calls`` are :meth:`Trace.calls`, one token each if left out. Raises
-    ``ValueError`` for fewer slots than top-k in a layer.
+    first experts. Every session starts anew. ``calls`` are :meth:`Trace.calls`, one token each if left out. ``guesses``
+    are what ``cache.early`` goes by. Raises ``ValueError`` for fewer slots than top-k in a layer.
     """
     cache.check()
     if len(profiles) != trace.n_sessions or len(slots) != len(trace.ids):
         raise ValueError(f"{len(profiles)} profiles and {len(slots)} layers' slots, expected one for each")
     made = trace.calls() if calls is None else calls
     shape = (trace.n_tokens, len(trace.ids))
-    result = Replayed(np.zeros(shape, np.uint32), np.zeros(shape, np.uint32))
+    if cache.early.experts and guesses is None:
+        raise ValueError("nothing is guessed, so nothing can be fetched early")
+    early = EarlyCopies.zeros(shape) if cache.early.experts else None
+    result = Replayed(np.zeros(shape, np.uint32), np.zeros(shape, np.uint32), early)
     for of in trace.classes():
         own = [slots[layer] for layer in of.layers]
         if min(own) < of.top_k:
             raise ValueError(f"{min(own)} slots, expected at least top_k = {of.top_k}")
-        part = _class_replay(cache, trace, of, np.array(own), profiles, made)
+        guessed = Guessed(cache.early.experts, guesses(of)) if cache.early.experts and guesses is not None else None
+        part = _class_replay(cache, trace, of, np.array(own), profiles, made, guessed)
         result.cold[:, of.layers] = part.cold
         result.loads[:, of.layers] = part.loads
+        if result.early is not None and part.early is not None:
+            for name in ("fetched", "used", "wasted"):
+                getattr(result.early, name)[:, of.layers] = getattr(part.early, name)
     return result
 
 
@@ -99,6 +116,7 @@ def _class_replay(
     slots: IntArray,
     profiles: Sequence[Frequency | None],
     calls: Sequence[IntArray],
+    guessed: Guessed | None,
 ) -> Replayed:
     frequency = _frequencies(trace, of, profiles)
     if cache.policy not in CACHES:
@@ -122,14 +140,20 @@ def _class_replay(
     elif cache.policy == "lru_unprotected":
         raise ValueError("lru_unprotected takes one token at a time")
     else:
-        found = _scored(cache, lanes, order, lane_slots, frequency, of)
+        found = _scored(cache, lanes, order, lane_slots, frequency, of, guessed)
     if cache.sharing == "pool":
         return found
-    return Replayed(*(values.reshape(n_layers, trace.n_tokens).T for values in (found.cold, found.loads)))
+    return Replayed(found.cold.reshape(n_layers, -1).T, found.loads.reshape(n_layers, -1).T)
 
 
 def _scored(
-    cache: Cache, lanes: Lanes, order: IntArray, slots: IntArray, frequency: FloatArray | None, of: LayerClass
+    cache: Cache,
+    lanes: Lanes,
+    order: IntArray,
+    slots: IntArray,
+    frequency: FloatArray | None,
+    of: LayerClass,
+    guessed: Guessed | None,
 ) -> Replayed:
     """LRU and LFU are the runtime's policy at the ends of its decay."""
     decay = {"lru": 0.0, "lru_pinned": 0.0, "lfu": 1.0}.get(cache.policy, cache.decay)
@@ -144,7 +168,12 @@ def _scored(
         movable = np.where(slots < of.n_experts, slots - floor, 0)
         pinned = np.minimum((cache.pinned_share * slots).astype(np.int64), movable)
     return replay_pools(
-        lanes, PoolStarts(order, prior, slots, pinned), decay, cache.waiting_doublings, foreseen=cache.foreseen
+        lanes,
+        PoolStarts(order, prior, slots, pinned),
+        decay,
+        cache.waiting_doublings,
+        foreseen=cache.foreseen,
+        guessed=guessed,
     )
 
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from spark_runtime.simulator.early import EarlyCopies, EarlyTable, Guessed, turns
 from spark_runtime.simulator.lanes import Lanes, Run
 
-__all__ = ["WAITING_DOUBLINGS", "PoolStarts", "Replayed", "replay_pools"]
+__all__ = ["WAITING_DOUBLINGS", "Keys", "PoolStarts", "Replayed", "replay_pools"]
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -78,7 +79,9 @@ class Replayed:
     cold: NDArray[np.uint32]
     """``[token, layer]``: selections that found no slot."""
     loads: NDArray[np.uint32]
-    """``[token, layer]``: experts copied for the call that starts with this token."""
+    """``[token, layer]``: experts copied for the call that starts with this token, without those fetched early."""
+    early: EarlyCopies | None = None
+    """``None`` where nothing may be fetched early."""
 
 
 def replay_pools(
@@ -88,14 +91,17 @@ def replay_pools(
     waiting_doublings: int = WAITING_DOUBLINGS,
     *,
     foreseen: bool = False,
+    guessed: Guessed | None = None,
 ) -> Replayed:
-    """Replay every lane through its pool.
+    """Replay every lane through its pool, with experts fetched early where something is ``guessed``.
 
     Layers of one pool share its slots down to their floor of ``2 * top_k``; give each layer a lane of its own for slots
     that are not shared. So often are the scores of layers that a call has not come to yet doubled, while a slot is
     looked for: their routers may still ask for what would leave. The runtime doubles them once. ``foreseen`` spares
     what they will ask for, which nothing that runs can know. Raises ``ValueError`` for what makes no sense.
     """
+    if guessed is not None and foreseen:
+        raise ValueError("what is foreseen needs no guesses")
     if not 0 <= decay <= 1:
         raise ValueError(f"decay {decay}, expected 0 to 1")
     if not 0 <= waiting_doublings <= MAX_WAITING_DOUBLINGS:
@@ -104,10 +110,17 @@ def replay_pools(
     starts.check(top_k)
     lengths = lanes.lengths
     total = int(lengths.sum())
-    result = Replayed(np.zeros((total, n_layers), np.uint32), np.zeros((total, n_layers), np.uint32))
+    shape = (total, n_layers)
+    early = None if guessed is None else EarlyCopies.zeros(shape)
+    if guessed is not None and guessed.guesses.counts.shape != shape:
+        raise ValueError(f"guesses {guessed.guesses.counts.shape}, expected {shape}")
+    result = Replayed(np.zeros(shape, np.uint32), np.zeros(shape, np.uint32), early)
+    begins = None if guessed is None else guessed.guesses.begins
     weights = _weights(decay, int(lengths.max(initial=0)) + 2)
     for chunk in lanes.chunks(n_layers * starts.order.shape[2]):
         pools = _Pools(starts.take(chunk), top_k, weights, waiting_doublings, foreseen=foreseen)
+        if guessed is not None and begins is not None:
+            pools.early = EarlyTable(guessed, begins, pools.resident.shape)
         for run in lanes.runs(chunk):
             pools.call(run, result)
     return result
@@ -168,12 +181,16 @@ class _Pools:
         self.capacity = _capacity(starts, top_k)
         self.first = np.arange(self.n_layers) * self.n_experts
         self.rank = np.tile(np.arange(top_k, dtype=np.uint64), self.n_layers)
+        self.early: EarlyTable | None = None
 
     def call(self, run: Run, result: Replayed) -> None:
         """One decode call of every lane of a run: every layer's experts into slots, then all of it counted."""
         lanes, ids = run.lanes, run.ids
         n_lanes, n_tokens = ids.shape[:2]
-        keys = _Keys(self, lanes)
+        keys = Keys(self, lanes)
+        early = self.early
+        if early is not None:
+            early.begin(keys, run.rows[:, 0])
         if self.foreseen and keys.shared:
             keys.spare((ids + self.first[:, None]).reshape(n_lanes, -1))
         cold = np.zeros((n_lanes, n_tokens, self.n_layers), dtype=np.uint32)
@@ -193,10 +210,15 @@ class _Pools:
             else:
                 loads[:, layer] = cold[:, 0, layer]
                 keys.ensure(layer, entries, missing, None)
+                if early is not None and layer + 1 < self.n_layers:
+                    early.fetch(keys, layer + 1)
         result.cold[run.rows] = cold
         result.loads[run.rows[:, 0]] = loads
         for token in range(n_tokens):
-            self._observe(lanes, (ids[:, token] + self.first[:, None]).reshape(n_lanes, -1))
+            entries = (ids[:, token] + self.first[:, None]).reshape(n_lanes, -1)
+            self._observe(lanes, entries)
+            if early is not None and result.early is not None:
+                early.count(keys, entries, run.rows[:, token], result.early)
 
     def _observe(self, lanes: slice, entries: IntArray) -> None:
         """Let one token's selections move the scores; the router's first choice is the most recent of its token."""
@@ -211,7 +233,7 @@ class _Pools:
         self.tokens[lanes] += 1
 
 
-class _Keys:
+class Keys:
     """What decides who leaves, during one call of some lanes."""
 
     def __init__(self, pools: _Pools, lanes: slice) -> None:
@@ -247,11 +269,10 @@ class _Keys:
             wanted = entries[lanes, places]
             if self.shared:
                 self.lowest[:, layer] = self.by_layer[:, layer].min(axis=1)
-            counts = np.bincount(lanes)
-            turn = np.arange(len(lanes)) - np.repeat(np.cumsum(counts) - counts, counts)
+            turn = turns(lanes)
             for number in range(int(turn.max()) + 1):
                 at = turn == number
-                self._replace(layer, lanes[at], wanted[at])
+                self.replace(layer, lanes[at], wanted[at], layer)
         if self.shared or through is not None:
             kept = self.raw.reshape(-1)[at_once]
             # Other layers may still take it, when nothing else is left.
@@ -269,8 +290,27 @@ class _Keys:
         np.put_along_axis(self.key, entries, np.where(key == _NEVER, key, key | _TOUCHED), axis=1)
         self.lowest = _doubled(self.by_layer.min(axis=2), self.pools.waiting_doublings)
 
-    def _replace(self, layer: int, lanes: IntArray, wanted: IntArray) -> None:
-        """One expert leaves in each of these lanes, and ``wanted`` takes its slot."""
+    def spare_guessed(self, layer: int, entries: IntArray) -> None:
+        """Let none of a layer's ``entries``, as they lie in the tables, leave for another one that is guessed."""
+        self.key.reshape(-1)[entries] = _NEVER
+        self._set_lowest(layer)
+
+    def release(self, layer: int, entries: IntArray) -> None:
+        """Let them leave again, those that have a slot by now."""
+        there = self.resident.reshape(-1)[entries]
+        self.key.reshape(-1)[entries] = np.where(there, self.raw.reshape(-1)[entries], _NEVER)
+        self._set_lowest(layer)
+
+    def _set_lowest(self, layer: int) -> None:
+        """Of a layer that the call has not come to."""
+        self.lowest[:, layer] = _doubled(self.by_layer[:, layer].min(axis=1), self.pools.waiting_doublings)
+
+    def replace(self, layer: int, lanes: IntArray, wanted: IntArray, current: int) -> None:
+        """One expert leaves in each of these lanes, and ``wanted`` takes its slot.
+
+        ``current`` is the layer that the call has come to. Where it is another, only what this step did not select may
+        leave, and where there is nothing else, nothing does.
+        """
         n_experts = self.pools.n_experts
         if not self.shared:
             leaving = self.by_layer[lanes, layer].argmin(axis=1)
@@ -283,6 +323,13 @@ class _Keys:
         lowest = np.where(self.at_floor[lanes], _NEVER, self.lowest[lanes])
         lowest[:, layer] = self.lowest[lanes, layer]
         owner = lowest.argmin(axis=1)
+        if layer != current:
+            free = lowest.reshape(-1)[np.arange(0, lowest.size, self.pools.n_layers) + owner] < _TOUCHED
+            if not free.all():
+                lanes, wanted, owner = lanes[free], wanted[free], owner[free]
+                first, of_layer = first[free], of_layer[free]
+                if not len(lanes):
+                    return
         of_owner = of_layer + owner
         of_layer += layer
         theirs = self.by_layer.reshape(-1, n_experts)[of_owner]
@@ -293,13 +340,20 @@ class _Keys:
         self.key.reshape(-1)[leaving] = _NEVER
         resident[leaving] = False
         resident[first + wanted] = True
+        early = self.pools.early
+        if early is not None:
+            early.moved(lanes, owner, leaving)
+            if layer != current:
+                early.arrived(lanes, layer, first + wanted)
         n_resident, floor, at_floor = (table.reshape(-1) for table in (self.n_resident, self.floor, self.at_floor))
         n_resident[of_owner] -= 1
         n_resident[of_layer] += 1
         at_floor[of_owner] = n_resident[of_owner] <= floor[of_owner]
         at_floor[of_layer] = n_resident[of_layer] <= floor[of_layer]
         left = theirs.min(axis=1)
-        self.lowest.reshape(-1)[of_owner] = np.where(owner > layer, _doubled(left, self.pools.waiting_doublings), left)
+        self.lowest.reshape(-1)[of_owner] = np.where(
+            owner > current, _doubled(left, self.pools.waiting_doublings), left
+        )
 
 
 def _doubled(keys: _KeyArray, times: int) -> _KeyArray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -19,11 +19,14 @@ from spark_runtime.placement import (
     residency_budget,
     uniform_slots,
 )
+from spark_runtime.simulator.guesses import Guesser, Guesses, Weights
 from spark_runtime.simulator.policies import Cache, Frequency, replay
-from spark_runtime.simulator.traces import Trace
+from spark_runtime.simulator.pools import Replayed
+from spark_runtime.simulator.traces import LayerClass, Trace
 
 __all__ = [
     "PROFILES",
+    "EarlyShare",
     "Judgement",
     "Part",
     "PhaseOf",
@@ -57,6 +60,22 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class EarlyShare:
+    """What fetching early did on the judged sessions."""
+
+    fetched: float
+    """Experts fetched early for each selection, over all tokens."""
+    used: float
+    """Of them, those selected while they were there."""
+    wasted: float
+    """Of them, those gone before anything selected them; the rest still waited at the end of a session."""
+    wasted_bytes_per_token: float | None
+    """``None`` where nobody knows an expert's bytes."""
+    layers_by_experts: tuple[float, ...]
+    """Layers of a token for which one expert was fetched early, two, and so on."""
+
+
+@dataclass(frozen=True, slots=True)
 class Judgement:
     """What one policy did on the judged sessions."""
 
@@ -69,6 +88,8 @@ class Judgement:
     parts: tuple[Part, ...]
     n_sessions: int
     n_tokens: int
+    early: EarlyShare | None = None
+    """``None`` where nothing may be fetched early."""
 
 
 def equal_slots(trace: Trace, residency: float) -> list[int]:
@@ -105,10 +126,13 @@ class Study:
         prompt_batch: int = 512,
         given: Frequency | None = None,
         judged: str | None = None,
+        guesser: Guesser | None = None,
+        given_guesses: Mapping[LayerClass, Weights] | None = None,
     ) -> None:
         """Split; sessions without a token of the phase are left out, and only workload ``judged`` judges.
 
-        Raises :class:`TraceTooSmallError`.
+        Caches that fetch early need a ``guesser``; ``given_guesses`` are what ``given`` guesses start from. Raises
+        :class:`TraceTooSmallError`.
         """
         if trace.decode is None and phase != "decode":
             raise TraceTooSmallError("the trace holds decoded tokens only")
@@ -124,6 +148,9 @@ class Study:
         self._judged = judged
         if not len(self.judging):
             raise TraceTooSmallError(f"no held-out session of {judged}")
+        self._guesser, self._given_guesses = guesser, given_guesses
+        self._learned: dict[tuple[bytes, LayerClass], Weights] = {}
+        self._guesses: dict[tuple[object, ...], Guesses] = {}
         self._frequency: dict[tuple[str, bytes], Frequency] = {}
         self._judges: dict[bytes, Trace] = {}
 
@@ -175,11 +202,14 @@ class Study:
             for number, session in enumerate(judging.tolist())
         ]
         calls = trace.calls(self.batch, self.prompt_batch)
+        early: EarlyShare | None = None
         if cache.policy == "oracle":
             cold = moved = self._oracle(cache, trace, judging, slots)
         else:
-            found = replay(cache, trace, slots, profiles, calls)
-            cold, moved = found.cold, found.loads
+            found = replay(
+                cache, trace, slots, profiles, calls, lambda of: self._guessed(cache, of, judging, calibrating)
+            )
+            cold, moved, early = found.cold, found.loads, _early_share(trace, found)
         per_token = cold.sum(axis=1, dtype=np.int64)
         per_session = np.add.reduceat(per_token, trace.offsets[:-1])
         shares = per_session / (trace.lengths * trace.selections_per_token)
@@ -190,7 +220,38 @@ class Study:
             tuple(_parts(trace, per_token, positions)),
             trace.n_sessions,
             trace.n_tokens,
+            early,
         )
+
+    def _guessed(self, cache: Cache, of: LayerClass, judging: IntArray, calibrating: IntArray) -> Guesses:
+        """Of the judging sessions; they do not depend on the slots, so they are kept for other numbers of those."""
+        if self._guesser is None:
+            raise ValueError("nothing guesses, so nothing can be fetched early")
+        threshold, learning = cache.early.threshold_units, cache.early.learning
+        calibrated = calibrating.tobytes() if cache.early_from == "calibrated" else b""
+        key = (threshold, learning, cache.early_from, calibrated, judging.tobytes(), of)
+        if key not in self._guesses:
+            start = self._guesses_from(cache, of, calibrating)
+            trace = self._judges[judging.tobytes()]
+            calls = trace.calls(self.batch, self.prompt_batch)
+            self._guesses[key] = self._guesser.guess(trace, of, calls, threshold, start, learning=learning)
+        return self._guesses[key]
+
+    def _guesses_from(self, cache: Cache, of: LayerClass, calibrating: IntArray) -> Weights | None:
+        if cache.early_from == "none":
+            return None
+        if cache.early_from == "given":
+            if self._given_guesses is None or of not in self._given_guesses:
+                raise TraceTooSmallError("no guesses were given for these layers")
+            return self._given_guesses[of]
+        key = (calibrating.tobytes(), of)
+        if key not in self._learned:
+            if self._guesser is None or not len(calibrating):
+                raise TraceTooSmallError("no session is held out, so none may teach what is guessed")
+            trace = self.trace.select(calibrating)
+            calls = trace.calls(self.batch, self.prompt_batch)
+            self._learned[key] = self._guesser.learn(trace, of, calls, None)
+        return self._learned[key]
 
     def _oracle(self, cache: Cache, trace: Trace, judging: IntArray, slots: Sequence[int]) -> NDArray[np.uint32]:
         """Each workload's judging sessions with their own counts."""
@@ -236,6 +297,22 @@ class Study:
             return self.trace.counts(session, decode=self.phase == "decode")
         both = [self.trace.counts(session, decode=decode) for decode in (False, True)]
         return [prefill + decode for prefill, decode in zip(*both, strict=True)]
+
+
+def _early_share(trace: Trace, found: Replayed) -> EarlyShare | None:
+    if found.early is None:
+        return None
+    fetched, n_selections = found.early.fetched, trace.n_tokens * trace.selections_per_token
+    by_experts = np.bincount(fetched.ravel())[1:] / trace.n_tokens
+    wasted = found.early.wasted.sum(axis=0, dtype=np.int64)
+    wasted_bytes = None if trace.expert_bytes is None else float(wasted @ np.array(trace.expert_bytes) / trace.n_tokens)
+    return EarlyShare(
+        float(fetched.sum(dtype=np.int64) / n_selections),
+        float(found.early.used.sum(dtype=np.int64) / n_selections),
+        float(wasted.sum() / n_selections),
+        wasted_bytes,
+        tuple(by_experts.tolist()),
+    )
 
 
 def _parts(trace: Trace, cold: IntArray, positions: Sequence[int]) -> Iterator[Part]:

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from spark_runtime.early_fetch import NO_EARLY_FETCH, EarlyFetch
 from spark_runtime.simulator.policies import Cache
-from spark_runtime.simulator.study import ProfileName, Study, TraceTooSmallError
+from spark_runtime.simulator.study import Judgement, ProfileName, Study, TraceTooSmallError
 
-__all__ = ["Tuned", "tune"]
+__all__ = ["EARLY_WAYS", "Tuned", "TunedEarly", "tune", "tune_early"]
 
 IntArray = NDArray[np.int64]
 Numbers = tuple[float, float]
@@ -20,6 +21,8 @@ Numbers = tuple[float, float]
 
 _DECAYS = (0.0, 0.3, 0.6, 0.8, 0.9, 0.93, 0.95, 0.96, 0.97, 0.98, 0.99, 0.995, 0.999, 1.0)
 _PRIOR_TOKENS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 10.0, 20.0)
+EARLY_WAYS = (NO_EARLY_FETCH, *(EarlyFetch(n, at) for n in (1, 2, 3, 4) for at in (0.2, 0.3, 0.4, 0.5, 0.7)))
+"""Ways of fetching early that are tried: more experts are waited for wherever a copy takes as long as a layer."""
 _RUNGS = ((1 / 8, 6), (1 / 2, 2))
 """Share of the sessions that judge, and how many numbers go on from there; at last all of them judge."""
 _WORSE = 2
@@ -38,6 +41,36 @@ class Tuned:
     default_cold_hit_rate: float
     """Of the numbers that the search began with, on the same sessions."""
     tried: int
+
+
+@dataclass(frozen=True, slots=True)
+class TunedEarly:
+    """The fastest way of fetching early, and how fast it and the usual one were predicted to be where it was found."""
+
+    early: EarlyFetch
+    tok_s: float
+    usual_tok_s: float
+    """Of what the runtime does."""
+
+
+def tune_early(
+    study: Study, cache: Cache, slots: Sequence[int], profile: ProfileName, tok_s: Callable[[Judgement], float]
+) -> TunedEarly:
+    """Look for how many experts to fetch early, from which guess on, by predicted tokens a second.
+
+    As :func:`tune` looks; the half that calibrates also teaches the guesses. Raises :class:`TraceTooSmallError`.
+    """
+    search, usual = _Search(study, cache, slots, profile), EarlyFetch()
+    left, speeds = list(EARLY_WAYS), dict[EarlyFetch, float]()
+    for share, kept in search.rungs:
+        for early in left:
+            judged = search.judged(share, replace(cache, early=early, early_from="calibrated"))
+            speeds[early] = float(np.mean([tok_s(each) for each in judged]))
+        ranked = sorted(left, key=lambda early: -speeds[early])
+        left = list(dict.fromkeys([*ranked[:kept], usual]))
+    # Of equals what the runtime does already.
+    best = max(left, key=lambda early: (speeds[early], early == usual))
+    return TunedEarly(best, speeds[best], speeds[usual])
 
 
 def tune(study: Study, cache: Cache, slots: Sequence[int], profile: ProfileName = "own") -> Tuned:
@@ -83,14 +116,17 @@ class _Search:
         key = (share, numbers)
         if key not in self.rates:
             tried = replace(self._cache, decay=numbers[0], prior_tokens=numbers[1])
-            found = [
-                self._study.judge_among(
-                    tried, self._slots, self._profile, np.sort(judging[: round(share * len(judging))]), calibrating
-                ).cold_hit_rate.mean
-                for judging, calibrating in (self._halves, self._halves[::-1])
-            ]
-            self.rates[key] = float(np.mean(found))
+            self.rates[key] = float(np.mean([each.cold_hit_rate.mean for each in self.judged(share, tried)]))
         return self.rates[key]
+
+    def judged(self, share: float, cache: Cache) -> list[Judgement]:
+        """Of so many of each half's sessions, with what the whole other half says."""
+        return [
+            self._study.judge_among(
+                cache, self._slots, self._profile, np.sort(judging[: round(share * len(judging))]), calibrating
+            )
+            for judging, calibrating in (self._halves, self._halves[::-1])
+        ]
 
 
 def _halves(sessions: IntArray, workloads: Sequence[str]) -> tuple[IntArray, IntArray]:

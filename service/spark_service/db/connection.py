@@ -78,6 +78,8 @@ class Database:
         _require_magic(self.path)
         try:
             connection = duckdb.connect(str(self.path), read_only=self._read_only, config=self._config)
+            # Days are UTC's everywhere: in the machine's own zone an upload might be of tomorrow, or of yesterday.
+            connection.execute("SET GLOBAL TimeZone = 'UTC'")
             # After opening, which is itself file access; from here on SQL reaches no file but the database.
             connection.execute("SET GLOBAL python_enable_replacements = false")
             connection.execute("SET enable_external_access = false")

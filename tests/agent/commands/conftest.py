@@ -46,6 +46,13 @@ class Result:
 Command = Callable[..., Result]
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is, an agent that answers is heard."""
+    monkeypatch.setattr("spark_agent.asking.ask_all.__defaults__", (60.0,))
+    monkeypatch.setattr("spark_agent.running_agent._TIMEOUT_S", 60.0)
+
+
 @pytest.fixture
 def agent_cli(capfd) -> Command:
     """Run ``spark-agent``."""

@@ -22,6 +22,8 @@ from spark_runtime.model_shape import read_model_shape, shape_of
 from spark_runtime.models import demo_model_path
 from spark_runtime.tier_plan import cards
 
+LONG = ("--tokens", "500", *(word for share in range(10, 100, 5) for word in ("--residency", f"0.{share}")))
+"""Half a minute and more, however fast the machine is."""
 QUICK = ("--threads", "1", "--prompt", "40", "--tokens", "24", "--prefill", "64", "--calibration", "30")
 KEYS = [
     "config",
@@ -198,13 +200,13 @@ def test_nothing_that_fits_is_an_error(quick, monkeypatch):
 def test_ctrl_c_ends_it(delay_s):
     command = [sys.executable, "-c", "from spark_agent.cli import main; main()", "bench", "--json", "--threads", "1"]
     with subprocess.Popen(
-        [*command, "--tokens", "500"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
+        [*command, *LONG], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
     ) as process:
         assert process.stderr is not None
         assert process.stderr.readline() == "no model named: using the bundled demo model\n"
         time.sleep(delay_s)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (130, "")
     assert err.splitlines()[-1] == "interrupted"
     assert "Traceback" not in err

@@ -7,7 +7,7 @@ import stat
 
 import httpx
 import pytest
-from agent_process import asked, chat, ended, running
+from agent_process import END_S, asked, chat, ended, running
 
 from spark_agent.errors import RefusedError
 from spark_agent.paths import agents_dir, api_key_path, state_dir
@@ -28,13 +28,16 @@ def test_a_key_is_made_kept_and_known_to_this_machines_commands(agent_cli, spark
         assert stat.S_IMODE(api_key_path().stat().st_mode) == 0o600
         url = f"{start['base_url']}/v1/chat/completions"
         for headers in ({}, bearing("wrong"), bearing(key[:-1]), {"x-api-key": ""}):
-            refused = httpx.post(url, json=BODY, headers=headers, trust_env=False)
+            refused = httpx.post(url, json=BODY, headers=headers, timeout=END_S, trust_env=False)
             assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
-        assert httpx.get(f"{start['base_url']}/health", trust_env=False).status_code == 200
+        assert httpx.get(f"{start['base_url']}/health", timeout=END_S, trust_env=False).status_code == 200
         assert chat(start, "Tell me of the sea.", 48, bearing(key))
         # With a key it does not matter by which name others reach it.
         elsewhere = {**bearing(key), "Host": "agent.example:80", "Origin": "https://page.example"}
-        assert httpx.get(f"{start['base_url']}/v1/models", headers=elsewhere, trust_env=False).status_code == 200
+        assert (
+            httpx.get(f"{start['base_url']}/v1/models", headers=elsewhere, timeout=END_S, trust_env=False).status_code
+            == 200
+        )
 
         (shown,) = agent_cli("ps", "--json").json["agents"]
         assert (shown["answers"], shown["problem"]) == (True, None)
@@ -78,7 +81,7 @@ def test_a_named_key_counts_on_loopback_too(tmp_path, agent_cli):
     with running("--api-key-file", file, SPARKMOE_API_KEY="of-the-environment") as (process, start):
         assert start["access"] == {"key_needed": True, "key_file": str(file), "key_is_new": False}
         for key, status in (("of-the-team", 200), ("of-the-environment", 401)):
-            reply = httpx.get(f"{start['base_url']}/v1/models", headers=bearing(key), trust_env=False)
+            reply = httpx.get(f"{start['base_url']}/v1/models", headers=bearing(key), timeout=END_S, trust_env=False)
             assert reply.status_code == status
         ended(process)
     assert not api_key_path().exists()
@@ -88,7 +91,9 @@ def test_nothing_changes_on_loopback():
     with running() as (process, start):
         assert start["access"] == {"key_needed": False, "key_file": None, "key_is_new": False}
         assert chat(start, "Hello", 2)
-        foreign = httpx.get(f"{start['base_url']}/v1/models", headers={"Host": "agent.example"}, trust_env=False)
+        foreign = httpx.get(
+            f"{start['base_url']}/v1/models", headers={"Host": "agent.example"}, timeout=END_S, trust_env=False
+        )
         assert foreign.status_code == 403
         ended(process)
     assert not api_key_path().exists()

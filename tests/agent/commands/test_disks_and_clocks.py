@@ -7,13 +7,15 @@ import resource
 import subprocess
 
 import pytest
-from agent_process import asked, chat, ended, running
+from agent_process import END_S, asked, chat, ended, running
 from jumping_clock import JumpingClock
 
 from spark_agent.config import Config, save_config
 from spark_agent.paths import config_path, spool_path
 from spark_agent.spool import Spool
 
+PATIENT = f"from spark_agent.server import uploader; uploader.LAST_CALL_S = {END_S}"
+"""However slow the machine is, what is sent at the end is sent."""
 DECADE_S = 10 * 365 * 86_400
 LONG = "Write a function that reads a file of numbers, one a line, and gives their median."
 
@@ -81,7 +83,9 @@ def test_a_clock_that_jumps_both_ways_during_an_open_session(clock, kept):
         clock.jump_to(-DECADE_S)
         said = ended(process)
     (row,) = kept()
-    assert dt.date.fromisoformat(row.created_day) < dt.date.today() - dt.timedelta(days=3000), "by that clock"
+    assert dt.date.fromisoformat(row.created_day) < dt.datetime.now(dt.UTC).date() - dt.timedelta(days=3000), (
+        "by that clock"
+    )
     assert "Traceback" not in said
 
 
@@ -99,7 +103,7 @@ def test_what_waits_by_a_wrong_clock_is_sent_by_the_right_one(
             clock.jump_to(ahead)
             service.script = [] if answered else [make_problem(503, "In trouble")]
             asked_before = len(service.requests)
-            with running(**clock.variables) as (process, _):
+            with running(before=PATIENT, **clock.variables) as (process, _):
                 said = ended(process)
             assert len(service.requests) == asked_before + 1, "once, at the end"
             assert len(service.stored) == seed + answered

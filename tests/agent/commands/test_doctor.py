@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
+import time
+from pathlib import Path
 
 import pytest
 
@@ -99,16 +102,21 @@ def test_a_service_that_answers(agent_cli, service, make_reply, monkeypatch):
     monkeypatch.setenv("SPARKMOE_SERVICE_URL", service.url)
     service.answers["/api/v1/profiles"] = make_reply(body=b'{"profiles": []}')
     assert agent_cli("upload", "consent", "--yes").code == 0
+    began_s = time.monotonic()
     checks = checks_of(agent_cli("doctor", "--json"))
+    took_s = time.monotonic() - began_s
     assert (checks["service"]["status"], checks["consent"]["status"]) == ("ok", "ok")
-    assert (checks["clock"]["status"], checks["clock"]["value"]) == ("ok", "within 1 s of the service's")
+    assert checks["clock"]["status"] == "ok"
+    told = re.fullmatch(r"within (\d+) s of the service's", checks["clock"]["value"])
+    assert told is not None
+    assert 1 <= int(told[1]) <= 2 + took_s, "the header has whole seconds, and the answer takes a while"
 
 
 def test_a_port_that_another_program_has(agent_cli, monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        monkeypatch.setenv("SPARKMOE_PORT", str(taken.getsockname()[1]))
-        taken.close()
-        assert checks_of(agent_cli("doctor", "--json"))["port"]["status"] == "ok"
+    # One that the kernel gives to nobody who takes any free port: it stays free meanwhile.
+    first, _ = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    monkeypatch.setenv("SPARKMOE_PORT", str(first - 1 - os.getpid() % 10_000))
+    assert checks_of(agent_cli("doctor", "--json"))["port"]["status"] == "ok"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setattr(running_agent, "_TIMEOUT_S", 0.2)
         monkeypatch.setenv("SPARKMOE_PORT", str(taken.getsockname()[1]))

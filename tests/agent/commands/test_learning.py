@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
-from agent_process import asked, chat, ended, running
+from agent_process import END_S, asked, chat, ended, running
 
 from spark_agent.own_counts import OwnCounts
 from spark_agent.paths import own_counts_path
@@ -95,7 +95,9 @@ def test_what_local_profiles_promise(spark_cli):
 def test_a_placement_is_taken_over_between_tokens(spark_cli):
     with running(*START, "--no-profile") as (process, start):
         answers = [chat(start, f"Tell me of {topic}.", 48) for topic in TOPICS[:6]]
-        refused = httpx.post(f"{start['base_url']}/spark/placement", json={"local": "chat"}, trust_env=False)
+        refused = httpx.post(
+            f"{start['base_url']}/spark/placement", json={"local": "chat"}, timeout=END_S, trust_env=False
+        )
         assert refused.status_code == 409, "no session has closed yet"
         assert "no session of chat" in refused.json()["error"]["message"]
         assert asked(start, "/spark/placement")["source"] == "none"

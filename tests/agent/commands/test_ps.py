@@ -10,12 +10,12 @@ import signal
 import socket
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import agent_process
 import httpx
 import pytest
+from agent_process import END_S
 from prometheus_client.parser import text_string_to_metric_families
 
 from spark_agent.asking import ask_all
@@ -34,7 +34,7 @@ def running(*arguments: object, **variables: str) -> Iterator[tuple[subprocess.P
     """An agent, and a client of it."""
     with (
         agent_process.running(*arguments, **variables) as (process, start),
-        httpx.Client(base_url=start["base_url"], timeout=30, trust_env=False) as client,
+        httpx.Client(base_url=start["base_url"], timeout=END_S, trust_env=False) as client,
     ):
         yield process, client
 
@@ -42,14 +42,6 @@ def running(*arguments: object, **variables: str) -> Iterator[tuple[subprocess.P
 def chat(client: httpx.Client, headers: dict[str, str] | None = None, **members: object) -> httpx.Response:
     body = {"messages": FOREVER, "temperature": 0, "max_tokens": 8, **members}
     return client.post(CHAT, json=body, headers=headers)
-
-
-def until(true: Callable[[], bool]) -> None:
-    """Wait until something is true: a report follows its answer."""
-    deadline = time.monotonic() + 30
-    while not true():
-        assert time.monotonic() < deadline, "it never became true"
-        time.sleep(0.01)
 
 
 def test_none_runs(agent_cli):
@@ -68,7 +60,6 @@ def test_an_agent_from_its_start_to_its_end(agent_cli, kept):
         assert chat(client, {"X-Spark-Workload": "review"}).status_code == 200
         assert chat(client, {"X-Job": "nightly"}).status_code == 200
         assert chat(client, {"X-Spark-Workload": "Not Good"}).status_code == 400
-        until(lambda: sum(client.get("/spark/stats").json()["generations"].values()) == 3)
         (shown,) = agent_cli("ps", "--json").json["agents"]
         assert (shown["pid"], shown["answers"], shown["problem"]) == (process.pid, True, None)
         assert shown["base_url"] == str(client.base_url)
@@ -91,7 +82,7 @@ def test_an_agent_from_its_start_to_its_end(agent_cli, kept):
         generations = {s.labels["workload"]: s.value for s in found["spark_agent_generations"].samples}
         assert generations == {"unlabelled": 1, "review": 1, "batch": 1}
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(END_S) == 0
     assert agent_cli("ps", "--json").json == {"agents": []}
     assert list(agents_dir().iterdir()) == []
     assert sorted(row.workload for row in kept()) == ["batch", "review", "unlabelled"]
@@ -111,7 +102,6 @@ def test_a_manifests_promise_and_what_unlabelled_requests_look_like(agent_cli, m
             tokens += usage["completion_tokens"]
             if tokens > 400:
                 break
-        until(lambda: client.get("/spark/stats").json()["suggestion"] is not None)
         found = client.get("/spark/stats").json()["suggestion"]
         assert found["workload"] == "chat", "both are the same profile: by name"
         assert found["others"] == [{"workload": "code", "cold_hit_rate": found["cold_hit_rate"]}]
@@ -131,7 +121,7 @@ def test_a_killed_agent_is_forgotten(agent_cli):
         port = client.base_url.port
         agent_cli("run", "-p", port).failed(1, f"port {port}", "nano-q4_0", str(process.pid), "spark-agent ps")
         process.kill()
-        process.wait(20)
+        process.wait(END_S)
         assert agent_cli("ps", "--json").json == {"agents": []}
     assert list(agents_dir().iterdir()) == []
 
@@ -155,33 +145,37 @@ def test_rules_named_by_an_option_come_before_all_others(agent_cli, tmp_path):
     named.write_text("[[rule]]\nworkload = 'of-the-option'\nheader = { x-job = '*' }\n")
     with running("--workload-rules", named, SPARKMOE_WORKLOAD_RULES=str(workload_rules_path())) as (_, client):
         assert chat(client, {"X-Job": "any"}).status_code == 200
-        until(lambda: len(client.get("/spark/stats").json()["workloads"]) == 1)
-        assert client.get("/spark/stats").json()["workloads"][0]["workload"] == "of-the-option"
+        (row,) = client.get("/spark/stats").json()["workloads"]
+        assert row["workload"] == "of-the-option"
 
 
-def test_a_second_signal_does_not_wait_and_keeps_the_counts(kept):
+def test_a_second_signal_does_not_wait_and_keeps_the_counts(kept, until):
     with running() as (process, client):
         assert chat(client).status_code == 200
         address = (client.base_url.host, client.base_url.port)
-        client.close()
-        with socket.create_connection(address, timeout=30) as stuck:
+        with socket.create_connection(address, timeout=END_S) as stuck:
             # Half a request: alone it would keep the server for half a minute after the first signal.
             stuck.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n".encode())
             stuck.sendall(b"{")
+            # Whoever came later was answered, so the half is there.
+            client.close()
+            assert httpx.get(f"{client.base_url}/health", timeout=END_S, trust_env=False).status_code == 200
             process.send_signal(signal.SIGTERM)
-            deadline = time.monotonic() + 30
-            while time.monotonic() < deadline:
-                # A refused connection says that the first signal was taken.
-                try:
-                    socket.create_connection(address, timeout=5).close()
-                except OSError:
-                    break
-                time.sleep(0.01)
+            # A refused connection says that the first signal was taken.
+            until(lambda: is_refused(address))
             assert process.poll() is None
             process.send_signal(signal.SIGTERM)
-            assert process.wait(20) == 0
+            assert process.wait(END_S) == 0
     assert len(kept()) == 1
     assert list(agents_dir().iterdir()) == []
+
+
+def is_refused(address: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(address, timeout=END_S).close()
+    except OSError:
+        return True
+    return False
 
 
 def registered(port: int, pid: int = 0, **changes: object) -> RunningAgent:
@@ -283,8 +277,8 @@ def test_a_suggestion_is_shown_with_its_number(agent_cli):
 def test_many_are_asked_at_once():
     with answering(200, b'{"fingerprint": "mf1-0"}') as (port, _), socket.create_server(("127.0.0.1", 0)) as silent:
         agents = [registered(silent.getsockname()[1]), registered(port), registered(1)]
-        first, second, third = ask_all(agents, 1.0)
-    assert first.problem == "no answer within 1 s"
+        first, second, third = ask_all(agents, 5.0)
+    assert first.problem == "no answer within 5 s"
     assert second.stats == {"fingerprint": "mf1-0"}
     assert third.problem is not None
     assert "refused" in third.problem

@@ -296,7 +296,7 @@ def test_a_full_disk_keeps_what_was_recorded(tmp_path, kept):
         [*COMMAND, "--sessions", path, "--workload", "chat", "--trace", trace],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
         preexec_fn=limit,
     )
@@ -310,13 +310,13 @@ def test_a_full_disk_keeps_what_was_recorded(tmp_path, kept):
     assert len(load_traces(trace).sessions) >= len(kept_before)
     # With room again, the rest is added.
     again = subprocess.run(
-        [*COMMAND, "--sessions", path, "--workload", "chat"], capture_output=True, timeout=60, check=True
+        [*COMMAND, "--sessions", path, "--workload", "chat"], capture_output=True, timeout=240, check=True
     )
     assert json.loads(again.stdout)["sessions"] == 60
     assert len(kept()) == 60
 
 
-def test_ctrl_c_keeps_what_was_recorded(tmp_path, kept, monkeypatch):
+def test_ctrl_c_keeps_what_was_recorded(tmp_path, kept, monkeypatch, until):
     path = tmp_path / "sessions"
     path.mkdir()
     (path / "0.txt").write_text(TEXT)
@@ -327,13 +327,10 @@ def test_ctrl_c_keeps_what_was_recorded(tmp_path, kept, monkeypatch):
     )
     with process:
         try:
-            deadline = 30.0
-            while not kept() and deadline > 0:
-                deadline -= 0.05
-                with pytest.raises(subprocess.TimeoutExpired):
-                    process.wait(0.05)
+            until(lambda: kept() or process.poll() is not None)
+            assert process.poll() is None, process.communicate()
             os.kill(process.pid, signal.SIGINT)
-            out, err = process.communicate(timeout=20)
+            out, err = process.communicate(timeout=120)
         finally:
             process.kill()
     assert process.returncode == 130, err

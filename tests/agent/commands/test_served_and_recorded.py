@@ -5,9 +5,16 @@ from __future__ import annotations
 import datetime as dt
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from agent_process import KEY, chat, ended, running
+from agent_process import END_S, KEY, chat, ended, running
+
+from spark_agent.dialogue.messages import Message
+from spark_agent.paths import spool_path
+from spark_agent.served import marks_of_served
+from spark_agent.server.sessions import lineage_of
+from spark_agent.spool import Spool
 
 LONG = "Write a function that reads a file of numbers, one a line, and gives their median."
 
@@ -15,6 +22,22 @@ LONG = "Write a function that reads a file of numbers, one a line, and gives the
 @pytest.fixture(autouse=True)
 def key(monkeypatch):
     monkeypatch.setenv("SPARKMOE_TEAM_KEY", KEY.hex())
+
+
+@pytest.fixture
+def served(until):
+    """Have a message answered; the answer, and when it was asked, once the spool knows that it was."""
+
+    def ask(start: dict[str, Any], text: str) -> tuple[str, dt.datetime]:
+        asked_at = dt.datetime.now(dt.UTC)
+        answer = chat(start, text)
+        marks = marks_of_served(KEY, [lineage_of([Message("user", text)])], None)
+        with Spool.open(spool_path()) as spool:
+            # No request waits for the disk.
+            until(lambda: spool.was_served(start["fingerprint"], marks))
+        return answer, asked_at
+
+    return ask
 
 
 def write(path: Path, opening: str, answer: str, at: dt.datetime) -> None:
@@ -32,14 +55,14 @@ def write(path: Path, opening: str, answer: str, at: dt.datetime) -> None:
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
-def test_each_conversation_is_counted_once(agent_cli, kept, tmp_path):
+def test_each_conversation_is_counted_once(agent_cli, kept, served, tmp_path):
     sessions = tmp_path / "sessions"
     sessions.mkdir()
     record = ("record", "--sessions", sessions, "--workload", "chat", "--threads", 1)
     with running() as (process, start):
+        write(sessions / "long.jsonl", LONG, *served(start, LONG))
+        write(sessions / "short.jsonl", "hi", *served(start, "hi"))
         now = dt.datetime.now(dt.UTC)
-        write(sessions / "long.jsonl", LONG, chat(start, LONG), now)
-        write(sessions / "short.jsonl", "hi", chat(start, "hi"), now)
         write(sessions / "other-day.jsonl", "hi", "Hello there.", now - dt.timedelta(days=3))
         write(sessions / "cloud.jsonl", LONG + " In Rust.", "fn median() {}", now)
         # The conversations are open: their counts are nowhere yet.
@@ -80,15 +103,15 @@ def test_traces_are_written_of_served_conversations_too(agent_cli, kept, tmp_pat
     assert kept() == before
 
 
-def test_a_killed_agents_open_conversations_can_be_recorded_once_another_one_starts(agent_cli, kept, tmp_path):
+def test_a_killed_agents_open_conversations_can_be_recorded_once_another_one_starts(agent_cli, kept, served, tmp_path):
     sessions = tmp_path / "sessions"
     sessions.mkdir()
     record = ("record", "--sessions", sessions, "--workload", "chat", "--threads", 1, "--json")
     with running() as (process, start):
-        write(sessions / "long.jsonl", LONG, chat(start, LONG), dt.datetime.now(dt.UTC))
+        write(sessions / "long.jsonl", LONG, *served(start, LONG))
         assert agent_cli(*record).json["served"] == 1
         process.kill()
-        process.wait(20)
+        process.wait(END_S)
     assert kept() == []
     with running() as (process, _):
         assert agent_cli(*record).json["sessions"] == 1

@@ -29,7 +29,7 @@ from spark_runtime.models import demo_model_path
 from spark_runtime.session_counts import SessionCounts
 from spark_runtime.tier_start import TierStart
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 @dataclass
@@ -142,16 +142,3 @@ def agent() -> Iterator[Agent]:
     """A server that the tests of a module share."""
     with serving() as running:
         yield running
-
-
-@pytest.fixture(scope="session")
-def until() -> Callable[[Callable[[], bool]], None]:
-    """Wait until something is true, with a deadline."""
-
-    def wait(true: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not true():
-            assert time.monotonic() < deadline, "it never became true"
-            time.sleep(0.01)
-
-    return wait

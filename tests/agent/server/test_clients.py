@@ -38,7 +38,7 @@ class Clients:
 def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clients]:
     state = tmp_path_factory.mktemp("agent")
     environment = {**os.environ, "SPARKMOE_API_KEY": TOKEN, "SPARKMOE_OFFLINE": "1"}
-    environment |= {f"XDG_{kind}_HOME": str(state / kind.lower()) for kind in ("CONFIG", "STATE", "DATA", "CACHE")}
+    environment |= {f"XDG_{kind}_HOME": str(state / kind.lower()) for kind in ("CONFIG", "STATE", "DATA")}
     command = [
         sys.executable,
         "-c",
@@ -65,7 +65,7 @@ def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clients]:
                 yield Clients(url, one, other)
         finally:
             process.terminate()
-            process.communicate(timeout=60)
+            process.communicate(timeout=120)
     assert process.returncode == 0
 
 

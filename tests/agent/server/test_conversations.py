@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spark_agent.server.conversations import MAX_REMEMBERED, SUMMARY_TIMEOUT_S, Conversations, lineage_of
+from spark_agent.server.conversations import (
+    MAX_REMEMBERED,
+    MAX_ROOTS,
+    SUMMARY_TIMEOUT_S,
+    Conversations,
+    lineage_of,
+)
 from spark_agent.transcripts.claude import read_claude
 from spark_agent.transcripts.lineage import as_typed, conversation_lineage
 from spark_agent.transcripts.model import Problems
@@ -217,6 +223,18 @@ def test_what_is_remembered_is_bounded():
     for number in range(MAX_REMEMBERED + 10):
         conversations.lineage_of(claude_code(1, ASK, task=f"{TASK} {number}"))
     assert len(conversations._asked) == MAX_REMEMBERED
+
+
+def test_a_conversation_that_is_restarted_without_end_keeps_its_latest_roots():
+    conversations = Conversations()
+    lineage = conversations.lineage_of(claude_code(1, ASK))
+    for number in range(MAX_ROOTS + 5):
+        restarted = turns(("user", f"{SUMMARY} {number}"))
+        assert conversations.lineage_of(restarted) == lineage
+        roots, _ = conversations.began(lineage)
+        assert lineage_of(restarted) in roots
+        conversations.lineage_of(turns(("user", f"{SUMMARY} {number}"), ("assistant", "ok"), ASK))
+    assert len(roots) == MAX_ROOTS
 
 
 def test_no_messages():

@@ -51,7 +51,7 @@ def request_of(path: str, text: str, n: int, *, stream: bool) -> bytes:
 
 @contextlib.contextmanager
 def connected(agent: Any, data: bytes) -> Iterator[socket.socket]:
-    with socket.create_connection(agent.address, timeout=30) as connection:
+    with socket.create_connection(agent.address, timeout=120) as connection:
         connection.sendall(data)
         yield connection
 
@@ -72,14 +72,14 @@ class Gate:
     def hold(self) -> None:
         if not self.reached.is_set():
             self.reached.set()
-            assert self.opened.wait(30)
+            assert self.opened.wait(120)
 
 
 @pytest.fixture
 def quiet(pair: Any, until: Any, caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
     """Afterwards nothing runs, waits, or was logged, and no task is left."""
     until(lambda: pair.worker.load.running == pair.worker.waiting == 0)
-    pair.worker.call(lambda: None).result(60)
+    pair.worker.call(lambda: None).result(120)
     before = pair.tasks()
     pair.reports.clear()
     yield pair
@@ -96,13 +96,13 @@ def witnessed(agent: Any) -> Iterator[None]:
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(witness, agent)
         yield
-        assert answer.result(60) == agent.alone
-        deadline = time.monotonic() + 60
+        assert answer.result(120) == agent.alone
+        deadline = time.monotonic() + 120
         while agent.worker.load.running or agent.worker.waiting:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         # Reports follow answers, on the thread that computes.
-        agent.worker.call(lambda: None).result(60)
+        agent.worker.call(lambda: None).result(120)
 
 
 def left_in_step(agent: Any, until: Any, gate: Gate, data: bytes, *, reset: bool) -> None:
@@ -110,7 +110,7 @@ def left_in_step(agent: Any, until: Any, gate: Gate, data: bytes, *, reset: bool
     before = {id(job) for job in agent.worker._scheduler.running}
     try:
         with connected(agent, data) as connection:
-            assert gate.reached.wait(30)
+            assert gate.reached.wait(120)
             ours = [job for job in agent.worker._scheduler.running if id(job) not in before]
             leave(connection, reset=reset)
             until(lambda: any(job.generation.cancelled.is_set() for job in ours))
@@ -144,7 +144,7 @@ def test_in_line(quiet: Any, until: Any, monkeypatch: pytest.MonkeyPatch, path: 
         stack.callback(gate.opened.set)
         for data in ahead:
             stack.enter_context(connected(quiet, data))
-        assert gate.reached.wait(30)
+        assert gate.reached.wait(120)
         until(lambda: quiet.worker.waiting + len(quiet.worker._scheduler.running) == 2)
         with connected(quiet, request_of(path, "never wanted", 4, stream=stream)) as connection:
             until(lambda: quiet.worker.waiting + len(quiet.worker._scheduler.running) == 3)

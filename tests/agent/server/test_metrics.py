@@ -308,3 +308,26 @@ async def test_a_client_that_left_is_told_apart(activity):
     with pytest.raises(ConnectionResetError):
         await Observed(leaving, [], activity)({"type": "http", "path": "/", "method": "GET"}, None, None)
     assert activity.numbers().requests["other", "unanswered"] == 1
+
+
+@pytest.mark.anyio
+async def test_an_answer_is_counted_once_before_its_end_is_sent(activity):
+    """Whoever has been answered finds it in the numbers, whatever the server does afterwards."""
+    counts = []
+
+    def count() -> int:
+        return activity.numbers().requests["other", "200"]
+
+    async def answering(_scope, _receive, send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"a", "more_body": True})
+        assert count() == 0
+        await send({"type": "http.response.body", "body": b"b"})
+        assert count() == 1
+
+    async def sent(message) -> None:
+        counts.append((message["type"], count()))
+
+    await Observed(answering, [], activity)({"type": "http", "path": "/", "method": "GET"}, None, sent)
+    assert [number for _, number in counts] == [0, 0, 1]
+    assert count() == 1

@@ -357,10 +357,10 @@ def test_functions_run_between_steps(serve):
             threads.append(threading.current_thread().name)
             return 7
 
-        assert agent.worker.call(where).result(10) == 7
+        assert agent.worker.call(where).result(120) == 7
         failing = agent.worker.call(lambda: 1 // 0)
         with pytest.raises(ZeroDivisionError):
-            failing.result(10)
+            failing.result(120)
         assert agent.answer()
     assert threads == ["spark-engine"]
     with pytest.raises(RuntimeError, match="stopped"):

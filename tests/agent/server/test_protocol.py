@@ -115,7 +115,7 @@ def test_wrong_addresses(agent, method, path, status, code):
 
 
 def test_a_huge_body_is_refused_before_it_is_sent(agent):
-    with contextlib.closing(http.client.HTTPConnection(*agent.address, timeout=20)) as connection:
+    with contextlib.closing(http.client.HTTPConnection(*agent.address, timeout=120)) as connection:
         connection.putrequest("POST", CHAT)
         connection.putheader("Content-Length", str(MAX_BODY_BYTES + 1))
         connection.endheaders()
@@ -157,11 +157,15 @@ def test_only_this_machine_is_answered(agent, headers, status):
 
 @pytest.fixture
 def slow(agent, monkeypatch):
-    """The shared server, but its engine takes 5 ms more for each token."""
+    """The shared server, but its engine takes 30 ms more for each token: no answer is over before its test is."""
+    return slowed(agent, monkeypatch)
+
+
+def slowed(agent, monkeypatch):
     piece = agent.engine.piece
 
     def slowly(token: int) -> bytes:
-        time.sleep(0.005)
+        time.sleep(0.03)
         return piece(token)
 
     monkeypatch.setattr(agent.engine, "piece", slowly)
@@ -176,7 +180,7 @@ def post(agent, text: str, **members: object) -> socket.socket:
     """Send a request and return the connection without reading."""
     body = {"messages": [{"role": "user", "content": text}], "temperature": 0, **members}
     raw = json.dumps(body).encode()
-    connection = socket.create_connection(agent.address, timeout=20)
+    connection = socket.create_connection(agent.address, timeout=120)
     connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n\r\n".encode() + raw)
     return connection
 
@@ -201,7 +205,7 @@ def test_a_client_that_leaves_the_line_is_never_computed(slow, until):
         assert first.recv(15)
         with post(slow, "never wanted"):
             until(lambda: slow.worker.waiting == 1)
-        assert slow.client.get("/health").json()["waiting"] == 1
+            assert slow.client.get("/health").json()["waiting"] == 1
         # Left again: the line is shorter by it, before its turn comes.
         until(lambda: slow.worker.waiting == 0)
         with post(slow, "wanted", max_tokens=1) as last:
@@ -229,7 +233,7 @@ def test_a_full_line_asks_to_come_back(slow, until, monkeypatch):
         assert refused.headers["retry-after"] == "1"
         assert error_of(refused)["type"] == "server_error"
         first.close()
-        assert waiting.result(20)
+        assert waiting.result(120)
 
 
 def test_a_template_that_refuses(serve, tmp_path: Path):
@@ -308,13 +312,17 @@ def test_a_full_spool_does_not_stop_the_server(serve, monkeypatch, until):
     assert all(counts.tokens["decode"] for _, counts in agent.kept)
 
 
-def test_an_ending_server_answers_what_it_gives_up(serve, until):
-    with serve() as agent, post(agent, FOREVER, stream=True) as running, ThreadPoolExecutor(1) as pool:
+def test_an_ending_server_answers_what_it_gives_up(serve, until, monkeypatch):
+    with (
+        serve() as agent,
+        ThreadPoolExecutor(1) as pool,
+        post(slowed(agent, monkeypatch), FOREVER, stream=True) as running,
+    ):
         received = running.recv(15)
         waiting = pool.submit(agent.chat, "in line")
         until(lambda: agent.worker.waiting == 1)
         agent.worker.give_up()
-        refused = waiting.result(20)
+        refused = waiting.result(120)
         assert refused.status_code == 503
         assert error_of(refused)["code"] == "shutting_down"
         while b"shutting_down" not in received:

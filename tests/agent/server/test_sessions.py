@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from spark_agent.dialogue.messages import Message
 from spark_agent.errors import SpoolFullError
 from spark_agent.identity import session_hash
-from spark_agent.server.sessions import IDLE_S, MAX_KEPT, MAX_OPEN, LiveSessions, lineage_of
+from spark_agent.server.sessions import (
+    IDLE_S,
+    MAX_KEPT,
+    MAX_KEPT_BYTES,
+    MAX_OPEN,
+    MAX_OPEN_BYTES,
+    MIN_OPEN,
+    LiveSessions,
+    lineage_of,
+)
 from spark_agent.spool import Spool
 from spark_agent.transcripts.lineage import conversation_lineage
 from spark_runtime.session_counts import SessionCounts
@@ -212,6 +221,33 @@ def test_a_disk_that_stays_full_costs_the_oldest_and_says_so(shape, clock):
             sessions.tidy()
     assert len(sessions) == MAX_KEPT
     assert (sessions.closed, sessions.lost) == (0, 7)
+
+
+def large(n_layers: int, n_experts: int) -> ModelShape:
+    layers = (
+        ExpertLayer(block=block, n_experts=n_experts, top_k=2, expert_bytes=10, tensor_types={"up": "q8_0"})
+        for block in range(n_layers)
+    )
+    return SHAPE.model_copy(update={"layers": tuple(layers)})
+
+
+@pytest.mark.parametrize(("n_layers", "n_experts"), [(1, 4), (48, 128), (58, 256), (60, 384), (92, 160)])
+def test_what_is_open_is_bounded_in_bytes(clock, n_layers, n_experts):
+    """Shapes up to those of the largest models there are."""
+    shape = large(n_layers, n_experts)
+    sessions = LiveSessions(shape, lambda *_: None, clock)
+    size = SessionCounts.size_bytes(shape)
+    assert sessions.max_open * size <= MAX_OPEN_BYTES
+    assert sessions.max_kept * size <= MAX_KEPT_BYTES
+    assert MIN_OPEN <= sessions.max_open <= min(MAX_OPEN, sessions.max_kept)
+    assert LiveSessions(shape, lambda *_: None, clock, 64).max_open >= 128, "what computes is never handed over"
+    for number in range(sessions.max_open):
+        sessions.counts_of(str(number))
+    assert not sessions.too_many
+    sessions.counts_of("another")
+    assert sessions.too_many
+    sessions.tidy()
+    assert not sessions.too_many
 
 
 @pytest.mark.parametrize("now_s", [0.0, 4e9])

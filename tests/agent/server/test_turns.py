@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from spark_agent.errors import SpoolFullError
 from spark_agent.server.generation import Finished, Generation, GenerationReport, Piece
 from spark_agent.server.sessions import LiveSessions
 from spark_agent.server.worker import Worker
 from spark_runtime.engine import Engine, EngineOptions
+from spark_runtime.errors import ContextFullError
 from spark_runtime.model_shape import read_model_shape
 from spark_runtime.models import demo_model_path
 from spark_runtime.sampling import Sampling
@@ -65,7 +67,7 @@ def answers(n_seq_max: int, tier: Any, *, at_once: bool) -> tuple[list[Any], dic
             worker.start()
         try:
             found = asyncio.run(ask())
-            assert worker.call(lambda: 7).result(10) == 7
+            assert worker.call(lambda: 7).result(120) == 7
             assert (worker.load.running, worker.load.waiting, worker.load.sequences) == (0, 0, n_seq_max)
         finally:
             worker.stop()
@@ -133,3 +135,77 @@ def test_a_grammar_that_hangs_makes_only_its_own_request_wait(monkeypatch: pytes
             assert worker.load.running == 0
         finally:
             worker.stop()
+
+
+@pytest.mark.parametrize("prompt", [1, 600], ids=["an answer", "an error"])
+def test_the_numbers_of_an_answer_are_there_before_its_end(prompt: int) -> None:
+    """Whoever has been answered can ask what it took."""
+    order: list[str] = []
+
+    class Followed(Generation):
+        def emit(self, event: Any) -> None:
+            order.append("error" if isinstance(event, Exception) else type(event).__name__)
+            super().emit(event)
+
+    with Engine.load(demo_model_path(), EngineOptions(n_ctx=512, n_threads=1, n_outputs_max=1)) as engine:
+        sessions = LiveSessions(engine.shape, lambda *_: None, lambda: 0.0)
+        worker = Worker(engine, sessions, lambda error: None, on_done=lambda report: order.append(report.outcome))
+        worker.start()
+
+        async def ask() -> None:
+            tokens = engine.tokenize(PROMPTS[0])[:1] * prompt
+            worker.submit(generation := Followed("x", tokens, Sampling(temperature=0.0), 3, ()))
+            await heard(generation)
+
+        try:
+            if prompt == 1:
+                asyncio.run(ask())
+                assert order[-2:] in (["length", "Finished"], ["stop", "Finished"])
+            else:
+                with pytest.raises(ContextFullError):
+                    asyncio.run(ask())
+                assert order == ["error", "error"]
+        finally:
+            worker.stop()
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_conversations_that_keep_coming_do_not_pile_up(full: bool) -> None:
+    """While there is always something to compute; where none can be handed over it is not tried at every turn."""
+    kept: list[str] = []
+    faults: list[Exception] = []
+    most_open = 0
+
+    def keep(lineage: str, _workload: str | None, _counts: SessionCounts) -> None:
+        if full:
+            raise SpoolFullError("no room")
+        kept.append(lineage)
+
+    def done(_report: GenerationReport) -> None:
+        nonlocal most_open
+        most_open = max(most_open, len(sessions))
+
+    options = EngineOptions(n_ctx=256, n_threads=1, n_outputs_max=1, n_seq_max=2)
+    with Engine.load(demo_model_path(), options) as engine:
+        sessions = LiveSessions(engine.shape, keep, lambda: 0.0, 2)
+        sessions.max_open = sessions.max_kept = 4
+        worker = Worker(engine, sessions, faults.append, on_done=done)
+
+        async def ask() -> None:
+            tokens = engine.tokenize(PROMPTS[0])
+            generations = [Generation(str(number), tokens, Sampling(), 2, ()) for number in range(24)]
+            for generation in generations:
+                worker.submit(generation)
+            worker.start()
+            await asyncio.gather(*map(heard, generations))
+
+        try:
+            asyncio.run(ask())
+        finally:
+            worker.stop()
+    if full:
+        assert len(faults) <= 4, "the first attempts and the end"
+    else:
+        assert faults == []
+        assert most_open <= 6
+        assert sorted(map(int, kept)) == list(range(24))

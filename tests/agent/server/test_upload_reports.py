@@ -14,6 +14,12 @@ from spark_agent.spool import Spool
 from spark_agent.upload import FlushReport
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is."""
+    monkeypatch.setattr("spark_agent.server.uploader.LAST_CALL_S", 120.0)
+
+
 @pytest.fixture
 def reports(spool: Spool, make_model: Any, make_session: Any) -> Any:
     """Flush one session to a service, and give what was told."""

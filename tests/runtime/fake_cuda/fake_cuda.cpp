@@ -1,7 +1,8 @@
 // A card that is the processor, for the host's side of the CUDA engine on machines without a GPU: the driver's
 // functions over plain memory, our kernels as plain loops, and a ggml device called CUDA over the CPU's.
 //
-// Everything happens at once and in order, so nothing is learnt about streams and races, and nothing can be captured.
+// Everything happens at once and in order, but what is fetched early: that comes as late as the engine allows, when an
+// event after it is waited for. Nothing is learnt about races otherwise (test_kernels.py), and nothing can be captured.
 
 #include "device_tables.h"
 #include "ggml_layout.h"
@@ -10,6 +11,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -18,8 +20,8 @@ using namespace spark;
 namespace {
 
 constexpr int FAILED = 1;  // any number but 0
-constexpr uint64_t ENSURE = 1, MARK = 2, GATHER = 3, TALLY = 4, FETCH_EARLY = 5, LEARN = 6;
-uint64_t launches[7];
+constexpr uint64_t ENSURE = 1, MARK = 2, GATHER = 3, TALLY = 4, CHOOSE_EARLY = 5, COPY_EARLY = 6, LEARN = 7;
+uint64_t launches[8];
 
 uint64_t * bank(const device_class & c) { return c.counts + uint64_t(c.control->phase) * c.n_counts; }
 
@@ -69,21 +71,34 @@ uint32_t victim(const device_class & c, const device_call & call, const std::vec
     return best;
 }
 
-void hand_over(const device_class & c, const device_call & call, uint32_t expert, uint32_t leaving) {
-    const int32_t slot = c.slot_of[call.first + expert] = c.slot_of[leaving];
-    c.slot_of[leaving] = -1;
-    c.layers[c.layer_of[leaving]].n_resident--;
-    c.layers[call.layer].n_resident++;
-    bank(c)[c.wasted + c.layer_of[leaving]] += c.waiting[leaving];
-    c.waiting[leaving] = 0;
+void copy_expert(const device_call & call, uint32_t expert, uint32_t slot) {
     for (uint32_t k = 0; k < call.n_kinds; k++) {
         const device_kind & kind = call.kinds[k];
         std::memcpy(kind.slots + uint64_t(slot) * kind.bytes, kind.all + uint64_t(expert) * kind.bytes, kind.bytes);
     }
 }
 
+uint32_t hand_over(const device_class & c, const device_call & call, uint32_t expert, uint32_t leaving) {
+    const int32_t slot = c.slot_of[call.first + expert] = c.slot_of[leaving];
+    c.slot_of[leaving] = -1;
+    c.layers[c.layer_of[leaving]].n_resident--;
+    c.layers[call.layer].n_resident++;
+    bank(c)[c.wasted + c.layer_of[leaving]] += c.waiting[leaving];
+    c.waiting[leaving] = 0;
+    return uint32_t(slot);
+}
+
+// What was fetched early is there when this has been called: `landed` is 1 then, or if it will never be.
+void land(const device_class & c, const device_call & call, uint32_t q) {
+    if (c.flight->landed[q] == 0) {
+        copy_expert(call, c.flight->moves[q].expert, c.flight->moves[q].slot);
+        c.flight->landed[q] = 1;
+    }
+}
+
 void ensure(const device_class & c, const device_call & call) {
     const uint32_t n = call.n_used * call.n_tokens;
+    const uint32_t flying = c.weights != nullptr && c.flight->layer == call.layer ? c.flight->n_moves : 0;
     for (uint32_t i = 0; i < n; i++) {
         call.seen[i] = checked(c, call, i);
         c.meta[call.first + uint32_t(call.seen[i])].touched = c.control->step;
@@ -91,12 +106,21 @@ void ensure(const device_class & c, const device_call & call) {
     }
     for (uint32_t i = 0; i < n; i++) {
         if (c.slot_of[call.first + uint32_t(call.seen[i])] < 0) {
-            hand_over(c, call, uint32_t(call.seen[i]), victim(c, call));
+            const uint32_t expert = uint32_t(call.seen[i]), leaving = victim(c, call);
+            for (uint32_t q = 0; q < flying; q++) {
+                c.flight->landed[q] |= leaving == call.first + c.flight->moves[q].expert;  // its slot is needed
+            }
+            copy_expert(call, expert, hand_over(c, call, expert, leaving));
             bank(c)[c.loads + call.layer]++;
         }
     }
     for (uint32_t i = 0; i < n; i++) {
         call.slots[i] = c.slot_of[call.first + uint32_t(call.seen[i])];
+        for (uint32_t q = 0; q < flying; q++) {
+            if (uint32_t(call.seen[i]) == c.flight->moves[q].expert) {
+                land(c, call, q);
+            }
+        }
     }
     c.heads[call.layer] = {call.n_tokens, call.n_used, {0, 0}};
 }
@@ -123,7 +147,9 @@ int64_t guess(const device_class & c, uint32_t layer, uint32_t expert) {
     return sum;
 }
 
-void fetch_early(const device_class & c, const device_call & call) {
+void choose_early(const device_class & c, const device_call & call) {
+    c.flight->n_moves = 0;
+    c.flight->layer = call.layer;
     std::vector<std::pair<int64_t, uint32_t>> wanted;  // best guess first, then the lower expert
     std::vector<bool> guessed(call.n_experts);
     for (uint32_t expert = 0; expert < call.n_experts; expert++) {
@@ -139,7 +165,9 @@ void fetch_early(const device_class & c, const device_call & call) {
         if (leaving == ~0u) {
             return;
         }
-        hand_over(c, call, wanted[i].second, leaving);
+        c.flight->landed[i] = 0;
+        c.flight->moves[i] = {wanted[i].second, hand_over(c, call, wanted[i].second, leaving), leaving};
+        c.flight->n_moves++;
         c.waiting[call.first + wanted[i].second] = 1;
         bank(c)[c.early + call.layer]++;
     }
@@ -232,6 +260,23 @@ void tally(const device_class & c) {
     }
 }
 
+// ---- streams of which only those that copy early are ever behind
+
+struct copies {
+    device_class c;
+    device_call call;
+};
+using late = std::shared_ptr<std::vector<copies>>;  // of a stream; an event shares it with the stream it was recorded in
+
+void catch_up(const late & behind) {
+    for (const copies & copy : *behind) {
+        for (uint32_t q = 0; q < copy.c.flight->n_moves; q++) {
+            land(copy.c, copy.call, q);
+        }
+    }
+    behind->clear();
+}
+
 // ---- a ggml device
 
 ggml_backend_device device;
@@ -289,7 +334,7 @@ FAKE(cuCtxSynchronize, void) { return 0; }
 FAKE(cuModuleLoadData, void ** module, const void *) { return *module = &device, 0; }
 FAKE(cuModuleUnload, void *) { return 0; }
 FAKE(cuModuleGetFunction, uint64_t * function, void *, const char * name) {
-    const char * names[] = {"", "spark_ensure", "spark_mark", "spark_gather", "spark_tally", "spark_fetch_early", "spark_learn"};
+    const char * names[] = {"", "spark_ensure", "spark_mark", "spark_gather", "spark_tally", "spark_choose_early", "spark_copy_early", "spark_learn"};
     for (uint64_t i = ENSURE; i <= LEARN; i++) {
         if (std::strcmp(name, names[i]) == 0) {
             return *function = i, 0;
@@ -316,22 +361,22 @@ FAKE(cuMemFreeHost, void * memory) { return std::free(memory), 0; }
 FAKE(cuMemHostRegister_v2, void *, size_t, unsigned) { return std::getenv("FAKE_CUDA_CANNOT_LOCK") != nullptr ? FAILED : 0; }
 FAKE(cuMemHostUnregister, void *) { return 0; }
 FAKE(cuMemHostGetDevicePointer_v2, void ** address, void * memory, unsigned) { return *address = memory, 0; }
-FAKE(cuStreamCreate, void ** stream, unsigned) { return *stream = std::malloc(1), 0; }
-FAKE(cuStreamDestroy_v2, void * stream) { return std::free(stream), 0; }
-FAKE(cuStreamSynchronize, void *) { return 0; }
-FAKE(cuStreamWaitEvent, void *, void *, unsigned) { return 0; }
+FAKE(cuStreamCreate, late ** stream, unsigned) { return *stream = new late(std::make_shared<std::vector<copies>>()), 0; }
+FAKE(cuStreamDestroy_v2, late * stream) { return delete stream, 0; }
+FAKE(cuStreamSynchronize, late * stream) { return catch_up(*stream), 0; }
+FAKE(cuStreamWaitEvent, late *, late * event, unsigned) { return *event ? catch_up(*event) : void(), 0; }
 FAKE(cuStreamBeginCapture_v2, void *, int) { return FAILED; }
 FAKE(cuStreamEndCapture, void *, void **) { return FAILED; }
-FAKE(cuEventCreate, void ** event, unsigned) { return *event = std::malloc(1), 0; }
-FAKE(cuEventDestroy_v2, void * event) { return std::free(event), 0; }
-FAKE(cuEventRecord, void *, void *) { return 0; }
+FAKE(cuEventCreate, late ** event, unsigned) { return *event = new late, 0; }
+FAKE(cuEventDestroy_v2, late * event) { return delete event, 0; }
+FAKE(cuEventRecord, late * event, late * stream) { return *event = *stream, 0; }
 FAKE(cuGraphInstantiateWithFlags, void **, void *, uint64_t) { return FAILED; }
 FAKE(cuGraphDestroy, void *) { return 0; }
 FAKE(cuGraphExecDestroy, void *) { return 0; }
 FAKE(cuGraphLaunch, void *, void *) { return FAILED; }
 FAKE(cuGraphGetNodes, void *, void **, size_t *) { return FAILED; }
 FAKE(cuGraphNodeGetType, void *, int *) { return FAILED; }
-FAKE(cuLaunchKernel, uint64_t function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void ** arguments, void **) {
+FAKE(cuLaunchKernel, uint64_t function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, late * stream, void ** arguments, void **) {
     const device_class & c = *static_cast<const device_class *>(arguments[0]);
     launches[function]++;
     switch (function) {
@@ -339,7 +384,8 @@ FAKE(cuLaunchKernel, uint64_t function, unsigned, unsigned, unsigned, unsigned, 
         case MARK: mark(c, *static_cast<const device_call *>(arguments[1])); break;
         case GATHER: gather(c, *static_cast<const device_call *>(arguments[1])); break;
         case TALLY: tally(c); break;
-        case FETCH_EARLY: fetch_early(c, *static_cast<const device_call *>(arguments[1])); break;
+        case CHOOSE_EARLY: choose_early(c, *static_cast<const device_call *>(arguments[1])); break;
+        case COPY_EARLY: (*stream)->push_back({c, *static_cast<const device_call *>(arguments[1])}); break;
         case LEARN: learn(c); break;
     }
     return 0;

@@ -48,7 +48,7 @@ def run(residency: float | None, early: EarlyFetch = NO_EARLY_FETCH) -> dict[str
         else {"tier": uniform_start(shape, residency), "early": early}
     )
     options = EngineOptions(n_ctx=1024, n_batch=256, n_ubatch=128, n_threads=1, devices=1, repack=False, **how)
-    before = [fake.fake_launches(kernel) for kernel in range(7)]
+    before = [fake.fake_launches(kernel) for kernel in range(8)]
     with Engine.load(model, options) as engine:
         digest, turns, learned = hashlib.sha256(), hashlib.sha256(), {}
         for name in ("prompts", "batches", "generate"):

@@ -325,6 +325,49 @@ def test_runs_that_missed_alike_do_not_say_what_a_miss_takes() -> None:
     assert Machine.fitted(1e-3, faster, 4e4, 1e10, 8, latency_s=1e-6).layer_s == 0.0
 
 
+def test_an_early_copy_costs_what_a_layer_does_not_hide() -> None:
+    """Layers of 100 us, copies of 50 us after a guess of 20: one fits, of two 20 us are waited for, of three 70."""
+    machine = Machine(1e-3, 1e-5, 5e10, n_layers=10, guess_s=2e-5)
+
+    def waited_s(*layers: float) -> float:
+        return 1 / machine.decode_tok_s(3, 2e6, early_layers=layers) - 1 / machine.decode_tok_s(3, 2e6)
+
+    assert waited_s() == pytest.approx(0, abs=1e-12)
+    assert waited_s(4) == pytest.approx(0, abs=1e-12)
+    assert waited_s(4, 2) == pytest.approx(2 * 2e-5)
+    assert waited_s(1, 2, 0.5) == pytest.approx(2 * 2e-5 + 0.5 * 7e-5)
+    slow = Machine(1e-3, 1e-5, 5e10, pageable_bytes_per_s=1e10, n_layers=10)
+    locked, other = (1 / slow.decode_tok_s(0, 2e6, share, (1,)) for share in (0.0, 1.0))
+    assert other - locked == pytest.approx(1e-5 + 2e-4 - 1e-4)
+    guessing = Machine(1e-3, 1e-5, 5e10, n_layers=10, guess_token_s=3e-4)
+    assert 1 / guessing.decode_tok_s(0, early_layers=()) == pytest.approx(1.3e-3)
+    assert 1 / guessing.decode_tok_s(0) == pytest.approx(1e-3)
+    unknown = Machine(1e-3, 1e-5, 5e10)
+    assert unknown.decode_tok_s(3, 2e6, early_layers=(0.0,)) == unknown.decode_tok_s(3, 2e6)
+    with pytest.raises(ValueError, match="how many layers"):
+        unknown.decode_tok_s(3, 2e6, early_layers=(1.0,))
+
+
+@given(
+    guess_us=st.floats(0, 99),
+    layers=st.lists(st.floats(0.1, 5), min_size=1, max_size=4),
+    host=st.booleans(),
+)
+def test_what_a_guess_takes_comes_back_from_runs_that_fetched_early(
+    guess_us: float, layers: list[float], host: bool
+) -> None:
+    guess = {"guess_token_s": guess_us * 1e-6} if host else {"guess_s": guess_us * 1e-6}
+    machine = Machine(1e-3, 1e-5, 5e10, n_layers=10, **guess)
+    runs = [MeasuredRun(machine.decode_tok_s(loads, 2e6), loads) for loads in (3.0, 9.0)]
+    runs.append(MeasuredRun(machine.decode_tok_s(2.0, 2e6, early_layers=layers), 2.0, 0.0, tuple(layers)))
+    found = Machine.fitted(1e-3, runs, 2e6, 5e10, 10, host_guesses=host)
+    for early in ((1.0,), tuple(layers)):
+        expected = machine.decode_tok_s(2.0, 2e6, early_layers=early)
+        assert found.decode_tok_s(2.0, 2e6, early_layers=early) == pytest.approx(expected, rel=1e-3)
+    assert (found.guess_s == 0) if host else (found.guess_token_s == 0)
+    assert found.guess_s <= 1e-4
+
+
 def test_figures_that_no_machine_has() -> None:
     for figures in ((0.0, 0.0, None), (1.0, -1.0, None), (1.0, 0.0, 0.0), (float("nan"), 0.0, None)):
         with pytest.raises(ValueError, match="expected numbers above 0"):

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_traces import study_of, trace_of
+from random_traces import related, study_of, trace_of
 
+from spark_runtime.early_fetch import EarlyFetch
+from spark_runtime.guess_replay import NativeGuesser
 from spark_runtime.simulator.policies import Cache
-from spark_runtime.simulator.study import Study, TraceTooSmallError, equal_slots
-from spark_runtime.simulator.tuning import tune
+from spark_runtime.simulator.study import Judgement, Study, TraceTooSmallError, equal_slots
+from spark_runtime.simulator.tuning import EARLY_WAYS, _halves, tune, tune_early
 
 
 def test_tuning_looks_at_calibration_sessions_alone() -> None:
@@ -35,6 +38,30 @@ def test_too_few_sessions_to_tune_on_are_said(workloads: list[str]) -> None:
     study = Study(trace_of(1, [5] * len(workloads)), workloads, held_out)
     with pytest.raises(TraceTooSmallError, match=f"{len(workloads) - 1} sessions to tune on"):
         tune(study, Cache("scored"), [4, 4], "own")
+
+
+@pytest.mark.parametrize("copy_cost", [0.0, 0.5, 10.0])
+def test_the_way_of_fetching_early_is_the_best_of_all_that_are_tried(copy_cost: float) -> None:
+    """On the calibration sessions, each half with what the other one taught."""
+    sides = [False] * 9 + [True] * 3
+    study = Study(related(1200, 3, 16, 2, sessions=12), ["a", "b", "c"] * 4, sides, guesser=NativeGuesser())
+    slots, cache = equal_slots(study.trace, 0.4), Cache("scored", "pool")
+
+    def tok_s(judged: Judgement) -> float:
+        fetched = 0.0 if judged.early is None else judged.early.fetched
+        return 1 / (1 + judged.cold_hits_per_token + copy_cost * fetched)
+
+    found = tune_early(study, cache, slots, "own", tok_s)
+    halves = _halves(study.calibrating, [study.workloads[session] for session in study.calibrating])
+    speeds = {}
+    for early in EARLY_WAYS:
+        tried = replace(cache, early=early, early_from="calibrated")
+        judged = [study.judge_among(tried, slots, "own", np.sort(one), other) for one, other in (halves, halves[::-1])]
+        speeds[early] = np.mean([tok_s(each) for each in judged])
+    assert found.tok_s == max(speeds.values()) == speeds[found.early]
+    assert found.usual_tok_s == speeds[EarlyFetch()]
+    assert (found.early.experts == 0) == (copy_cost == 10.0)
+    assert found.tok_s > found.usual_tok_s
 
 
 class Watched(Study):

@@ -32,6 +32,7 @@ HOSTILE_NAME = (
     '"><script>document.title="owned"</script><img src=x onerror=alert(1)> \u202etxt.exe\u202c \'&amp; ' + "wide" * 20
 )
 HOSTILE_VERSION = "<b onmouseover=alert(1)>1.0</b>"
+DEADLINE_S = 120.0
 _EPOCH = dt.date(1970, 1, 1)
 
 
@@ -54,12 +55,11 @@ class Watched:
     def open(self, path: str) -> None:
         """Go to a page and wait until nothing more is loaded or being computed."""
         self.page.goto(self.site.url + path, wait_until="networkidle")
-        for _ in range(200):
-            if not self.page.locator('meta[http-equiv="refresh"]').count():
-                return
+        deadline = time.monotonic() + DEADLINE_S
+        while self.page.locator('meta[http-equiv="refresh"]').count():
+            assert time.monotonic() < deadline, f"{path}: still being computed"
             self.page.wait_for_timeout(100)
             self.page.goto(self.site.url + path, wait_until="networkidle")
-        raise AssertionError(f"{path}: still being computed")
 
 
 def chromium() -> str | None:
@@ -75,7 +75,7 @@ def browser() -> Iterator[Browser]:
             pytest.fail("found no Chromium, and REQUIRE_BROWSER is set")
         pytest.skip("needs Chromium: apt-get install chromium, or its path in CHROMIUM")
     with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=path, args=list(OPTIONS))
+        opened = playwright.chromium.launch(executable_path=path, args=list(OPTIONS), timeout=1000 * DEADLINE_S)
         yield opened
         opened.close()
 
@@ -97,6 +97,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., 
         thread.start()
         running.append((server, thread, app, store))
         while not server.started:
+            assert thread.is_alive(), "it did not start"
             time.sleep(0.01)
         return Site(f"http://127.0.0.1:{listener.getsockname()[1]}", store)
 
@@ -192,6 +193,7 @@ def watch(browser: Browser) -> Iterator[Callable[..., Watched]]:
 
     def start(site: Site, **how: Any) -> Watched:
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **how})
+        context.set_default_timeout(1000 * DEADLINE_S)
         contexts.append(context)
         found = Watched(context.new_page(), site)
         watched.append(found)

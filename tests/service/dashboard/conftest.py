@@ -51,7 +51,7 @@ class Pages:
 
     def json(self, path: str) -> Any:
         """A twin once its page is made."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while True:
             answer = self.client.get(path)
             assert answer.status_code == 200, answer.text

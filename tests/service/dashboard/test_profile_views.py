@@ -178,7 +178,7 @@ def test_new_sessions_are_shown_soon(pages: Any, make: Any) -> None:
     pages.add(sessions[:4] + sessions[6:])
     assert pages.json(place(make, ending=".json"))["page"]["n_calibration"] == 4
     pages.add(sessions[4:6], key="key-2")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while (shown := pages.json(place(make, ending=".json")))["page"]["n_calibration"] != 6:
         # What was made before is shown as such while making rests.
         assert not shown["is_current"]
