@@ -155,6 +155,7 @@ class PrefetchControl:
         self._ongoing, self._told = None, (use, reason)
         if bool(tier.early.experts) != (use == "on"):
             self._turn(tier, early=use == "on")
+        self._guesses = {}
         told, why = self._told
         self._output.info(f"prefetch: {told}; {why}")
 

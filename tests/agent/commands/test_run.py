@@ -421,7 +421,7 @@ ANYWHERE = """
 from spark_agent import prefetching
 from spark_agent.server import prefetch_trial
 prefetching._ruled_out = lambda: None  # as on a card: over the CPU nothing would be tried
-prefetch_trial.TrialRules.__init__.__defaults__ = (8, 2, 1, 6, 1.0, (8, 12), 400)
+prefetch_trial.TrialRules.__init__.__defaults__ = (8, 2, 1, 6, 1.0, (8, 12), 4000)
 """
 
 
@@ -435,7 +435,7 @@ def test_what_was_tried_is_told_everywhere_and_known_at_the_next_start(agent_cli
         assert choice["value"] == "1 expert a layer, on trial"
         assert choice["reason"].startswith("nothing was measured here; serving will tell")
         assert chat(start, text) == expected
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while (told := agent_process.asked(start, "/spark/stats")["prefetch"])["use"] == "trial":
             assert time.monotonic() < deadline
             assert told["trial"]["most_pairs"] == 12
