@@ -12,7 +12,7 @@ from pydantic import Field
 from spark_agent.dialogue.messages import Message, ToolCall, ToolChoice
 from spark_agent.server.api_error import ApiError
 from spark_agent.server.exchange import Ask
-from spark_agent.server.requests import ApiModel, not_shown, tools_of
+from spark_agent.server.requests import ApiModel, newest_question, not_shown, tools_of
 from spark_runtime.sampling import Sampling
 
 __all__ = ["CountRequest", "MessagesRequest"]
@@ -62,8 +62,9 @@ class CountRequest(ApiModel):
         messages: list[Message] = []
         if self.system:
             messages.append(Message("system", _text(_without_headers(self.system), "system")))
+        newest = newest_question([message.role for message in self.messages])
         for at, message in enumerate(self.messages):
-            messages += _neutral(message, f"messages[{at}]", names)
+            messages += _neutral(message, f"messages[{at}]", names, refusing=at >= newest)
         tools = tools_of([_tool(f"tools[{at}]", value) for at, value in enumerate(self.tools or ())])
         prefill = None
         if messages[-1].role == "assistant" and not messages[-1].calls:
@@ -176,14 +177,19 @@ def _blocks(content: Any, where: str) -> list[dict[str, Any]]:
 def _block_text(block: dict[str, Any], where: str) -> str:
     kind = block.get("type")
     if kind in _FILES:
-        raise _invalid(f"{where}: {kind} is not supported: this server reads text only", where)
+        # The place as Anthropic's servers write it: Claude Code knows by it what to leave out from then on.
+        place = re.sub(r"\[(\d+)\]", r".\1", f"{where}.{kind}")
+        raise _invalid(f"{place}: {kind} is not supported: this server reads text only", where)
     if kind != "text" or not isinstance(block.get("text"), str):
         raise _invalid(f"{where}: found type {kind!r}, expected a block of text", where)
     return str(block["text"])
 
 
-def _neutral(message: _Message, where: str, names: dict[str, str]) -> list[Message]:
-    """One message as several: what tools returned are messages of their own, before the text beside them."""
+def _neutral(message: _Message, where: str, names: dict[str, str], *, refusing: bool) -> list[Message]:
+    """One message as several: what tools returned are messages of their own, before the text beside them.
+
+    ``refusing`` says whether its files are refused, or only told of.
+    """
     where += ".content"
     if isinstance(message.content, str):
         return [Message(message.role, message.content)]
@@ -199,6 +205,8 @@ def _neutral(message: _Message, where: str, names: dict[str, str]) -> list[Messa
             thought += str(block.get("thinking") or "")
         elif kind == "compaction" and message.role == "assistant":
             text += str(block.get("content") or "")
+        elif kind in _FILES and not refusing:
+            text += not_shown(kind)
         elif not (message.role == "assistant" and isinstance(kind, str) and _SERVERS_OWN.fullmatch(kind)):
             text += _block_text(block, here)
     if results and not text:
