@@ -42,6 +42,8 @@ _CLAUDE_MODELS = (
     "CLAUDE_CODE_SUBAGENT_MODEL",
 )
 """A tool's large, small and helping models are all the one that runs here."""
+_CODEX_PROMPT = 14_000
+"""About what Codex's own prompt takes with all its tools, tokens."""
 _CODEX_QUIET = (
     # These look up and fetch from GitHub and ChatGPT, also where another provider is used.
     "check_for_update_on_startup=false",
@@ -214,7 +216,9 @@ def _codex(endpoint: Endpoint, _folder: Path) -> Configured:
     overrides = [f"model_providers.spark={provider}", 'model_provider="spark"', f"model={_json(endpoint.model)}"]
     if endpoint.n_ctx is not None:
         overrides.append(f"model_context_window={endpoint.n_ctx}")
-        overrides.append(f"model_auto_compact_token_limit={endpoint.n_ctx - _answer_limit(endpoint.n_ctx)}")
+        if endpoint.n_ctx >= 2 * _CODEX_PROMPT:
+            # Else it shortens a conversation when a tenth is left, and an answer that is cut ends the turn.
+            overrides.append(f"model_auto_compact_token_limit={endpoint.n_ctx - _answer_limit(endpoint.n_ctx)}")
     overrides += _CODEX_QUIET
     return Configured(tuple(part for each in overrides for part in ("-c", each)), {_KEY_VARIABLE: endpoint.key})
 
@@ -274,7 +278,7 @@ def _json(value: object) -> str:
 
 TOOLS: dict[str, Tool] = {
     "claude": Tool("claude", "npm install -g @anthropic-ai/claude-code", _CLAUDE_PROMPT, _claude),
-    "codex": Tool("codex", "npm install -g @openai/codex", 10_600, _codex),
+    "codex": Tool("codex", "npm install -g @openai/codex", _CODEX_PROMPT, _codex),
     "opencode": Tool("opencode", "npm install -g opencode-ai", 8_400, _opencode),
     "aider": Tool("aider", "python -m pip install aider-install && aider-install", 1_000, _aider),
 }

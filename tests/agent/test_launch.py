@@ -112,6 +112,9 @@ def test_codex():
     assert provider["wire_api"] == "responses"
     assert launch.environment == {provider["env_key"]: "a key"}
     assert config["check_for_update_on_startup"] is False
+    small = Endpoint("http://127.0.0.1:1", "m", "k", 16_384)
+    cramped = overrides_of(launch_of(TOOLS["codex"], small, [], [], folder=FOLDER).arguments[1:])
+    assert "model_auto_compact_token_limit" not in cramped, "its own prompt would already be too long"
     assert (config["analytics"], config["features"]) == ({"enabled": False}, {"apps": False, "plugins": False})
 
 
