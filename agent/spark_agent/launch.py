@@ -255,7 +255,7 @@ def _aider(endpoint: Endpoint, folder: Path) -> Configured:
     base = f"{endpoint.base_url}/v1"
     model = f"openai/{endpoint.model}"
     models = ("--model", model, "--weak-model", model, "--editor-model", model)
-    quiet = ("--no-show-model-warnings", "--no-check-update", "--no-analytics")
+    quiet = ("--no-show-model-warnings", "--no-check-update", "--no-show-release-notes", "--no-analytics")
     arguments: tuple[str, ...] = ("--openai-api-base", base, *models, *quiet)
     # LiteLLM's own table of models comes from the network otherwise.
     environment = {"OPENAI_API_BASE": base, "OPENAI_API_KEY": endpoint.key, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}

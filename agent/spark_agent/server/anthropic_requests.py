@@ -193,7 +193,7 @@ def _neutral(message: _Message, where: str, names: dict[str, str], *, refusing: 
     where += ".content"
     if isinstance(message.content, str):
         return [Message(message.role, message.content)]
-    text, thought, calls, results = "", "", [], []
+    text, thought, calls, results, said = "", "", [], [], []
     for at, block in enumerate(_blocks(message.content, where)):
         here = f"{where}[{at}]"
         kind = block.get("type")
@@ -208,10 +208,11 @@ def _neutral(message: _Message, where: str, names: dict[str, str], *, refusing: 
         elif kind in _FILES and not refusing:
             text += not_shown(kind)
         elif not (message.role == "assistant" and isinstance(kind, str) and _SERVERS_OWN.fullmatch(kind)):
-            text += _block_text(block, here)
+            said.append(_block_text(block, here))
+            text += said[-1]
     if results and not text:
         return results
-    return [*results, Message(message.role, text, thought, tuple(calls))]
+    return [*results, Message(message.role, text, thought, tuple(calls), blocks=tuple(said))]
 
 
 def _call(block: dict[str, Any], where: str, names: dict[str, str]) -> ToolCall:

@@ -106,7 +106,8 @@ class ChatMessage(ApiModel):
         reasoning = self.reasoning_content or self.reasoning or ""
         name = names.get(self.tool_call_id or "", self.name)
         text = self._text(f"{where}.content", refusing=refusing and role != "tool")
-        return Message(role, text, reasoning, calls, self.tool_call_id, name)
+        blocks = tuple(part.text for part in self.content if part.text) if isinstance(self.content, list) else ()
+        return Message(role, text, reasoning, calls, self.tool_call_id, name, blocks)
 
 
 class _JsonSchema(ApiModel):

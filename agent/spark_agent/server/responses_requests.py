@@ -158,7 +158,10 @@ def _item(
         role: Any = "system" if item.get("role") == "developer" else item.get("role")
         if role not in ("system", "user", "assistant"):
             raise _invalid(f"{where}.role: found {role!r}, expected user, assistant, system or developer", where)
-        return Message(role, _text(item.get("content"), f"{where}.content", refusing=refusing))
+        content = item.get("content")
+        text = _text(content, f"{where}.content", refusing=refusing)
+        blocks = tuple(part["text"] for part in content if part.get("text")) if isinstance(content, list) else ()
+        return Message(role, text, blocks=blocks)
     if kind == "reasoning":
         # Another server's reasoning may be sealed.
         thought = _text(item.get("content") or item.get("summary") or [], f"{where}.content")

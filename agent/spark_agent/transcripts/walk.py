@@ -13,7 +13,7 @@ __all__ = ["walk"]
 
 _SIDE_FOLDERS = frozenset({"tool-results", "workflows"})
 """Of Claude Code, in a folder named as the session beside it: outputs that the session quotes."""
-_INDEX_NAMES = frozenset({"sessions-index.json", "session_index.jsonl", "history.jsonl"})
+_INDEX_NAMES = frozenset({"sessions-index.json", "session_index.jsonl", "history.jsonl", ".aider.input.history"})
 
 
 def walk(path: Path, limits: Limits) -> Iterator[Path | Skipped]:
