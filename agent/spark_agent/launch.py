@@ -172,6 +172,8 @@ def _claude(endpoint: Endpoint, _folder: Path) -> Configured:
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         # Else its first interactive turn fetches a list of plugins from Anthropic and GitHub.
         "CLAUDE_CODE_DISABLE_OFFICIAL_MARKETPLACE_AUTOINSTALL": "1",
+        # Else its list of models offers this one with a context of a million tokens, as the default.
+        "CLAUDE_CODE_DISABLE_1M_CONTEXT": "1",
         # Else the system prompt begins with a line that differs between conversations, and none can be reused.
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
     }

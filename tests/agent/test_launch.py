@@ -80,6 +80,7 @@ def test_claude_code():
         assert told["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == "8192"
         assert told["CLAUDE_CODE_ATTRIBUTION_HEADER"] == "0"
         assert told["CLAUDE_CODE_DISABLE_OFFICIAL_MARKETPLACE_AUTOINSTALL"] == "1"
+        assert told["CLAUDE_CODE_DISABLE_1M_CONTEXT"] == "1"
     unknown = launch_of(TOOLS["claude"], UNKNOWN, [], [], folder=FOLDER)
     assert "CLAUDE_CODE_MAX_CONTEXT_TOKENS" not in unknown.environment
 

@@ -12,7 +12,7 @@ from pydantic import Field
 from spark_agent.dialogue.messages import Message, ToolCall, ToolChoice
 from spark_agent.server.api_error import ApiError
 from spark_agent.server.exchange import Ask
-from spark_agent.server.requests import ApiModel, newest_question, not_shown, tools_of
+from spark_agent.server.requests import ApiModel, kind_of, newest_question, not_shown, tools_of
 from spark_runtime.sampling import Sampling
 
 __all__ = ["CountRequest", "MessagesRequest"]
@@ -158,7 +158,7 @@ def _returned(content: Any, where: str) -> str:
         return content
     text = ""
     for at, block in enumerate(_blocks(content, where)):
-        kind = block.get("type")
+        kind = kind_of(block)
         if kind in _FILES:
             text += not_shown(kind)
         elif kind == "tool_reference":
@@ -175,7 +175,7 @@ def _blocks(content: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _block_text(block: dict[str, Any], where: str) -> str:
-    kind = block.get("type")
+    kind = kind_of(block)
     if kind in _FILES:
         # The place as Anthropic's servers write it: Claude Code knows by it what to leave out from then on.
         place = re.sub(r"\[(\d+)\]", r".\1", f"{where}.{kind}")
@@ -196,7 +196,7 @@ def _neutral(message: _Message, where: str, names: dict[str, str], *, refusing: 
     text, thought, calls, results, said = "", "", [], [], []
     for at, block in enumerate(_blocks(message.content, where)):
         here = f"{where}[{at}]"
-        kind = block.get("type")
+        kind = kind_of(block)
         if kind == "tool_use" and message.role == "assistant":
             calls.append(_call(block, here, names))
         elif kind == "tool_result" and message.role == "user":
@@ -236,7 +236,7 @@ def _result(block: dict[str, Any], where: str, names: dict[str, str]) -> Message
 def _tool(where: str, value: Any) -> tuple[str, Any]:
     if not isinstance(value, dict):
         return where, value
-    kind = value.get("type", "custom")
+    kind = kind_of(value, "custom")
     if kind not in (None, "custom"):
         name = value.get("name")
         message = f"{where} ({name}): found type {kind!r}, which only Anthropic's servers run; expected 'custom'"
@@ -248,13 +248,14 @@ def _tool(where: str, value: Any) -> tuple[str, Any]:
 def _choice(value: Any, tools: set[str]) -> ToolChoice:
     if value is None:
         return ToolChoice()
-    kind = value.get("type") if isinstance(value, dict) else None
+    kind: Any = kind_of(value) if isinstance(value, dict) else None
     several = not (isinstance(value, dict) and value.get("disable_parallel_tool_use") is True)
     if kind in ("auto", "none"):
         return ToolChoice(kind, parallel=several)
     if kind == "any":
         return ToolChoice("required", parallel=several)
-    if kind == "tool" and value.get("name") in tools:
-        return ToolChoice("required", value["name"], parallel=False)
+    name = value.get("name") if kind == "tool" else None
+    if isinstance(name, str) and name in tools:
+        return ToolChoice("required", name, parallel=False)
     message = "tool_choice: expected the type auto, any, none, or tool with the name of one of the tools"
     raise _invalid(message, "tool_choice")

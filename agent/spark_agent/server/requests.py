@@ -8,7 +8,7 @@ because clients send it.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
@@ -23,6 +23,7 @@ __all__ = [
     "Sampled",
     "StreamOptions",
     "first_fault",
+    "kind_of",
     "newest_question",
     "not_shown",
     "refuse",
@@ -53,6 +54,12 @@ def refuse(value: object) -> object:
     if value:
         raise ValueError("not supported by this version")
     return value
+
+
+def kind_of(part: Mapping[str, Any], default: str | None = None) -> str | None:
+    """What a part of a request says it is; what is no text is told as one, which is no kind's name."""
+    kind = part.get("type", default)
+    return kind if kind is None or isinstance(kind, str) else repr(kind)[:100]
 
 
 def newest_question(roles: Sequence[str | None]) -> int:

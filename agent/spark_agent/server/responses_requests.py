@@ -15,7 +15,7 @@ from spark_agent.dialogue.messages import Message, ToolCall
 from spark_agent.server.api_error import ApiError
 from spark_agent.server.exchange import Ask
 from spark_agent.server.openai_requests import tool_choice_of
-from spark_agent.server.requests import ApiModel, newest_question, not_shown
+from spark_agent.server.requests import ApiModel, kind_of, newest_question, not_shown
 from spark_agent.server.responses_tools import ResponsesTools, arguments_of
 from spark_runtime.sampling import Sampling
 
@@ -70,7 +70,7 @@ class ResponsesRequest(ApiModel):
         """Its tools, with those that came in the conversation; raise :class:`ApiError`."""
         came: list[tuple[str, Any]] = []
         for at, item in enumerate(self.items()):
-            if isinstance(item, dict) and item.get("type") in _BRINGING_TOOLS:
+            if isinstance(item, dict) and kind_of(item) in _BRINGING_TOOLS:
                 where = f"input[{at}].tools"
                 if not isinstance(tools := item.get("tools"), list):
                     raise _invalid(f"{where}: expected a list", where)
@@ -100,7 +100,7 @@ class ResponsesRequest(ApiModel):
 
     def _schema(self) -> tuple[object | None, bool]:
         form = (self.text or {}).get("format") or {"type": "text"}
-        kind = form.get("type") if isinstance(form, dict) else None
+        kind = kind_of(form) if isinstance(form, dict) else None
         if kind == "text":
             return None, False
         if kind == "json_object":
@@ -153,7 +153,7 @@ def _item(
 
     ``refusing`` says whether files in a message are refused, or only told of.
     """
-    kind = item.get("type", "message")
+    kind = kind_of(item, "message")
     if kind == "message":
         role: Any = "system" if item.get("role") == "developer" else item.get("role")
         if role not in ("system", "user", "assistant"):
@@ -209,7 +209,7 @@ def _text(content: Any, where: str, *, refusing: bool = True) -> str:
         raise _invalid(f"{where}: expected a text or a list of parts", where)
     text = ""
     for at, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
+        kind = kind_of(part) if isinstance(part, dict) else None
         if kind in ("input_image", "input_file", "input_audio"):
             if not refusing:
                 text += not_shown(kind.removeprefix("input_"))
