@@ -42,6 +42,8 @@ _CLAUDE_MODELS = (
     "CLAUDE_CODE_SUBAGENT_MODEL",
 )
 """A tool's large, small and helping models are all the one that runs here."""
+_CODEX_PROMPT = 14_000
+"""About what Codex's own prompt takes with all its tools, tokens."""
 _CODEX_QUIET = (
     # These look up and fetch from GitHub and ChatGPT, also where another provider is used.
     "check_for_update_on_startup=false",
@@ -49,6 +51,18 @@ _CODEX_QUIET = (
     "features.apps=false",
     "features.plugins=false",
 )
+_LONGEST_ANSWER = 32_000
+"""Tokens: what Claude Code and OpenCode plan for where nobody says, however large a context is."""
+_CLAUDE_PROMPT = 23_000
+"""About what Claude Code's own prompt takes with all its tools, tokens."""
+_CLAUDE_BUFFER = 13_000
+_CLAUDE_COUNTED = 20_000
+"""Claude Code shortens a conversation when its buffer's tokens are left beside an answer's, of which it counts so many
+at most: seen in 2.1.197."""
+_CLAUDE_WINDOWS = (100_000, 1_000_000)
+"""What it takes as the window to shorten a conversation by; its context is the limit below that."""
+_SUMMARY_REQUEST = 1_000
+"""About what Claude Code's request for a summary adds to a conversation, tokens."""
 _OPENCODE_QUIET = (
     "OPENCODE_DISABLE_AUTOUPDATE",
     "OPENCODE_DISABLE_LSP_DOWNLOAD",
@@ -142,7 +156,7 @@ def launch_of(
 
 def _answer_limit(n_ctx: int) -> int:
     """Tokens of one answer that a tool plans for: a conversation is shortened so that they have room."""
-    return max(n_ctx // 4, 1)
+    return max(min(n_ctx // 4, _LONGEST_ANSWER), 1)
 
 
 def _claude(endpoint: Endpoint, _folder: Path) -> Configured:
@@ -156,17 +170,45 @@ def _claude(endpoint: Endpoint, _folder: Path) -> Configured:
         **dict.fromkeys(_CLAUDE_MODELS, endpoint.model),
         # Else it reports, updates itself and asks for features over the network.
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        # Else its first interactive turn fetches a list of plugins from Anthropic and GitHub.
+        "CLAUDE_CODE_DISABLE_OFFICIAL_MARKETPLACE_AUTOINSTALL": "1",
+        # Else its list of models offers this one with a context of a million tokens, as the default.
+        "CLAUDE_CODE_DISABLE_1M_CONTEXT": "1",
         # Else the system prompt begins with a line that differs between conversations, and none can be reused.
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
     }
     if endpoint.n_ctx is not None:
-        # It takes 200,000 tokens for granted; it believes this of models whose names do not begin with claude-.
-        environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] = str(endpoint.n_ctx)
-        environment["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] = str(_answer_limit(endpoint.n_ctx))
+        environment |= _claude_limits(endpoint.n_ctx)
     # The key is no secret of a cloud's, but it need not show in a list of processes.
     settings = {name: value for name, value in environment.items() if name != "ANTHROPIC_AUTH_TOKEN"}
     off = dict.fromkeys(("ANTHROPIC_API_KEY", *_CLAUDE_SWITCHES), "")
-    return Configured(("--settings", _json({"env": settings | off})), environment)
+    told = {
+        "env": settings | off,
+        # Else it asks Anthropic about the host of every page that it is to fetch.
+        "skipWebFetchPreflight": True,
+        # Only Anthropic's servers search; a model that asked would get an error.
+        "permissions": {"deny": ["WebSearch"]},
+    }
+    return Configured(("--settings", _json(told)), environment)
+
+
+def _claude_limits(n_ctx: int) -> dict[str, str]:
+    """What Claude Code is told of a context, so that it shortens a conversation while an answer still has room.
+
+    It takes 200,000 tokens for granted; it believes another number of models whose names do not begin with claude-.
+    Left alone it shortens only what was refused, so that answers before that are cut by the context's end, and the work
+    stops. Given a window it shortens in time, but keeps a buffer made for 200,000 tokens: that is added here. Where its
+    own prompt takes half of the context there is no such room, and it shortens what was refused.
+    """
+    answer = _answer_limit(n_ctx)
+    limits = {"CLAUDE_CODE_MAX_CONTEXT_TOKENS": n_ctx, "CLAUDE_CODE_MAX_OUTPUT_TOKENS": answer}
+    if n_ctx >= 2 * _CLAUDE_PROMPT:
+        shortens_at = n_ctx - answer - _SUMMARY_REQUEST
+        told = shortens_at + min(answer, _CLAUDE_COUNTED) + _CLAUDE_BUFFER
+        least, most = _CLAUDE_WINDOWS
+        limits["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] = told
+        limits["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] = max(least, min(told, most))
+    return {name: str(tokens) for name, tokens in limits.items()}
 
 
 def _codex(endpoint: Endpoint, _folder: Path) -> Configured:
@@ -176,6 +218,9 @@ def _codex(endpoint: Endpoint, _folder: Path) -> Configured:
     overrides = [f"model_providers.spark={provider}", 'model_provider="spark"', f"model={_json(endpoint.model)}"]
     if endpoint.n_ctx is not None:
         overrides.append(f"model_context_window={endpoint.n_ctx}")
+        if endpoint.n_ctx >= 2 * _CODEX_PROMPT:
+            # Else it shortens a conversation when a tenth is left, and an answer that is cut ends the turn.
+            overrides.append(f"model_auto_compact_token_limit={endpoint.n_ctx - _answer_limit(endpoint.n_ctx)}")
     overrides += _CODEX_QUIET
     return Configured(tuple(part for each in overrides for part in ("-c", each)), {_KEY_VARIABLE: endpoint.key})
 
@@ -212,7 +257,7 @@ def _aider(endpoint: Endpoint, folder: Path) -> Configured:
     base = f"{endpoint.base_url}/v1"
     model = f"openai/{endpoint.model}"
     models = ("--model", model, "--weak-model", model, "--editor-model", model)
-    quiet = ("--no-show-model-warnings", "--no-check-update", "--no-analytics")
+    quiet = ("--no-show-model-warnings", "--no-check-update", "--no-show-release-notes", "--no-analytics")
     arguments: tuple[str, ...] = ("--openai-api-base", base, *models, *quiet)
     # LiteLLM's own table of models comes from the network otherwise.
     environment = {"OPENAI_API_BASE": base, "OPENAI_API_KEY": endpoint.key, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
@@ -234,8 +279,8 @@ def _json(value: object) -> str:
 
 
 TOOLS: dict[str, Tool] = {
-    "claude": Tool("claude", "npm install -g @anthropic-ai/claude-code", 23_000, _claude),
-    "codex": Tool("codex", "npm install -g @openai/codex", 10_600, _codex),
+    "claude": Tool("claude", "npm install -g @anthropic-ai/claude-code", _CLAUDE_PROMPT, _claude),
+    "codex": Tool("codex", "npm install -g @openai/codex", _CODEX_PROMPT, _codex),
     "opencode": Tool("opencode", "npm install -g opencode-ai", 8_400, _opencode),
     "aider": Tool("aider", "python -m pip install aider-install && aider-install", 1_000, _aider),
 }

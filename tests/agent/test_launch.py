@@ -67,16 +67,35 @@ def test_claude_code():
     child = launch.environment
     assert (child["ANTHROPIC_BASE_URL"], child["ANTHROPIC_AUTH_TOKEN"]) == ("http://127.0.0.1:11711", "a key")
     assert {child[name] for name in child if name.endswith("_MODEL")} == {"nano-q4_0"}
-    settings = json.loads(launch.arguments[launch.arguments.index("--settings") + 1])["env"]
+    told = json.loads(launch.arguments[launch.arguments.index("--settings") + 1])
+    # What only Anthropic's servers do, and would be asked for.
+    assert (told["skipWebFetchPreflight"], told["permissions"]) == (True, {"deny": ["WebSearch"]})
+    settings = told["env"]
     assert settings["ANTHROPIC_BASE_URL"] == child["ANTHROPIC_BASE_URL"]
     assert settings["CLAUDE_CODE_USE_BEDROCK"] == ""
     for told in (child, settings):
         # It takes 200,000 tokens for granted otherwise, and never shortens a conversation.
         assert told["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "32768"
+        assert "CLAUDE_CODE_AUTO_COMPACT_WINDOW" not in told, "its own prompt would already be too long"
         assert told["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == "8192"
         assert told["CLAUDE_CODE_ATTRIBUTION_HEADER"] == "0"
+        assert told["CLAUDE_CODE_DISABLE_OFFICIAL_MARKETPLACE_AUTOINSTALL"] == "1"
+        assert told["CLAUDE_CODE_DISABLE_1M_CONTEXT"] == "1"
     unknown = launch_of(TOOLS["claude"], UNKNOWN, [], [], folder=FOLDER)
     assert "CLAUDE_CODE_MAX_CONTEXT_TOKENS" not in unknown.environment
+
+
+@pytest.mark.parametrize("n_ctx", [49_152, 65_536, 131_072, 262_144, 1_000_000])
+def test_claude_code_shortens_a_conversation_when_just_an_answer_has_room(n_ctx):
+    endpoint = Endpoint("http://127.0.0.1:1", "m", "k", n_ctx)
+    child = launch_of(TOOLS["claude"], endpoint, [], [], folder=FOLDER).environment
+    assert 100_000 <= int(child["CLAUDE_CODE_AUTO_COMPACT_WINDOW"]) <= 1_000_000
+    told, answer = (int(child[f"CLAUDE_CODE_MAX_{name}_TOKENS"]) for name in ("CONTEXT", "OUTPUT"))
+    # Its own arithmetic, as of 2.1.197.
+    shortens_at = told - min(answer, 20_000) - 13_000
+    assert shortens_at + answer < n_ctx, "the answer after it has room"
+    assert shortens_at >= n_ctx - answer - 1_000 >= 0.6 * n_ctx, "a conversation has most of the context"
+    assert told - 3_000 > shortens_at, "it shortens before it refuses to go on"
 
 
 def overrides_of(arguments) -> dict:
@@ -88,11 +107,15 @@ def test_codex():
     launch = launch_of(TOOLS["codex"], ENDPOINT, [], [], folder=FOLDER)
     config = overrides_of(launch.arguments[1:])
     assert (config["model"], config["model_provider"], config["model_context_window"]) == ("nano-q4_0", "spark", 32768)
+    assert config["model_auto_compact_token_limit"] == 24576, "an answer has room when it shortens a conversation"
     provider = config["model_providers"]["spark"]
     assert provider["base_url"] == "http://127.0.0.1:11711/v1"
     assert provider["wire_api"] == "responses"
     assert launch.environment == {provider["env_key"]: "a key"}
     assert config["check_for_update_on_startup"] is False
+    small = Endpoint("http://127.0.0.1:1", "m", "k", 16_384)
+    cramped = overrides_of(launch_of(TOOLS["codex"], small, [], [], folder=FOLDER).arguments[1:])
+    assert "model_auto_compact_token_limit" not in cramped, "its own prompt would already be too long"
     assert (config["analytics"], config["features"]) == ({"enabled": False}, {"apps": False, "plugins": False})
 
 

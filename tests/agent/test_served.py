@@ -53,6 +53,22 @@ def is_same(marks: set[bytes], found: Transcript) -> bool:
     return not marks.isdisjoint(marks_of_transcript(KEY, found))
 
 
+def test_a_short_opening_is_told_apart_by_its_time_in_every_format_that_keeps_it(tmp_path):
+    said = [{"type": "text", "text": "hi"}]
+    created = int(NOON * 1000) + 4000
+    info = {"role": "user", "time": {"created": created}}
+    opencode = json.dumps({"info": {"id": "s"}, "messages": [{"info": info, "parts": said}]})
+    line = {"type": "user", "sessionId": "s", "timestamp": "2026-07-13T12:00:04.250Z"}
+    qwen = json.dumps({**line, "message": {"role": "user", "parts": [{"text": "hi"}]}}) + "\n"
+    for name, text in (("session.json", opencode), ("session.jsonl", qwen)):
+        path = tmp_path / name
+        path.write_text(text)
+        (found,) = read_transcripts(path)
+        assert isinstance(found, Transcript)
+        assert is_same(served([("user", "hi")]), found), name
+        assert not is_same(served([("user", "hi")], at=NOON + 600), found), name
+
+
 def test_a_conversation_with_an_opening_of_its_own(tmp_path):
     marks = served(
         [("system", "It is Monday."), ("user", LONG)], [("user", LONG), ("assistant", "Yes."), ("user", "On")]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import unquote
 
 __all__ = ["JsonGrammar", "SchemaError", "literal"]
 
@@ -208,8 +209,16 @@ class _Converter:
         return min(least, MAX_REPEAT), most if most is None or most <= MAX_REPEAT else None
 
     def _referred(self, pointer: object, where: str, depth: int) -> str:
-        if not isinstance(pointer, str) or not (pointer == "#" or pointer.startswith("#/")):
+        if not isinstance(pointer, str) or not pointer:
             raise SchemaError(f"{_shown(where)}/$ref: found {pointer!r}, expected a place in this schema, '#/...'")
+        if not (pointer == "#" or pointer.startswith("#/")):
+            # Another document, or an anchor: valid, and nothing that a grammar can hold.
+            if self._strict:
+                raise SchemaError(f"{_shown(where)}/$ref: {pointer!r} is not supported in a strict schema")
+            return "value"
+        if "%" in pointer and _find(self._document, pointer) is None:
+            # As a fragment of an address, which is what it is, and how TypeScript's generators write it.
+            pointer = unquote(pointer)
         target: Any = self._document
         for step in pointer.split("/")[1:]:
             step = step.replace("~1", "/").replace("~0", "~")

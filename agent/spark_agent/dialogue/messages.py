@@ -27,6 +27,9 @@ class Message:
     calls: tuple[ToolCall, ...] = ()
     call_id: str | None = None
     name: str | None = None
+    blocks: tuple[str, ...] = ()
+    """The texts that it came in, where a client sent parts: tools put their own beside what the person wrote, and join
+    questions in a row. What stands for a file is in none of them."""
 
 
 @dataclass(frozen=True, slots=True)

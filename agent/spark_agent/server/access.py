@@ -54,14 +54,15 @@ class Access:
 
     def _refusal(self, path: str, headers: Headers) -> ApiError | None:
         if self._token is not None:
-            if path in _OPEN or any(hmac.compare_digest(given, self._token) for given in _tokens(headers)):
+            given = _tokens(headers)
+            if path in _OPEN or any(hmac.compare_digest(each, self._token) for each in given):
                 return None
-            return ApiError(
-                401,
-                "a token is needed: send it as `Authorization: Bearer TOKEN` or `x-api-key: TOKEN`",
-                "invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+            message = "a token is needed: send it as `Authorization: Bearer TOKEN` or `x-api-key: TOKEN`"
+            if given:
+                message = "the token is not the one that this agent was started with"
+            # Claude Code asks ten times otherwise, for minutes, before it says what is wrong.
+            refused = {"WWW-Authenticate": "Bearer", "x-should-retry": "false"}
+            return ApiError(401, message, "invalid_api_key", headers=refused)
         found = foreign_header(headers)
         if found == "Host":
             message = "only requests to a loopback address are answered: use http://127.0.0.1 or http://localhost"

@@ -12,7 +12,7 @@ from pydantic import Field
 from spark_agent.dialogue.messages import Message, ToolCall, ToolChoice
 from spark_agent.server.api_error import ApiError
 from spark_agent.server.exchange import Ask
-from spark_agent.server.requests import ApiModel, not_shown, tools_of
+from spark_agent.server.requests import ApiModel, kind_of, newest_question, not_shown, tools_of
 from spark_runtime.sampling import Sampling
 
 __all__ = ["CountRequest", "MessagesRequest"]
@@ -62,8 +62,9 @@ class CountRequest(ApiModel):
         messages: list[Message] = []
         if self.system:
             messages.append(Message("system", _text(_without_headers(self.system), "system")))
+        newest = newest_question([message.role for message in self.messages])
         for at, message in enumerate(self.messages):
-            messages += _neutral(message, f"messages[{at}]", names)
+            messages += _neutral(message, f"messages[{at}]", names, refusing=at >= newest)
         tools = tools_of([_tool(f"tools[{at}]", value) for at, value in enumerate(self.tools or ())])
         prefill = None
         if messages[-1].role == "assistant" and not messages[-1].calls:
@@ -157,7 +158,7 @@ def _returned(content: Any, where: str) -> str:
         return content
     text = ""
     for at, block in enumerate(_blocks(content, where)):
-        kind = block.get("type")
+        kind = kind_of(block)
         if kind in _FILES:
             text += not_shown(kind)
         elif kind == "tool_reference":
@@ -174,23 +175,28 @@ def _blocks(content: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _block_text(block: dict[str, Any], where: str) -> str:
-    kind = block.get("type")
+    kind = kind_of(block)
     if kind in _FILES:
-        raise _invalid(f"{where}: {kind} is not supported: this server reads text only", where)
+        # The place as Anthropic's servers write it: Claude Code knows by it what to leave out from then on.
+        place = re.sub(r"\[(\d+)\]", r".\1", f"{where}.{kind}")
+        raise _invalid(f"{place}: {kind} is not supported: this server reads text only", where)
     if kind != "text" or not isinstance(block.get("text"), str):
         raise _invalid(f"{where}: found type {kind!r}, expected a block of text", where)
     return str(block["text"])
 
 
-def _neutral(message: _Message, where: str, names: dict[str, str]) -> list[Message]:
-    """One message as several: what tools returned are messages of their own, before the text beside them."""
+def _neutral(message: _Message, where: str, names: dict[str, str], *, refusing: bool) -> list[Message]:
+    """One message as several: what tools returned are messages of their own, before the text beside them.
+
+    ``refusing`` says whether its files are refused, or only told of.
+    """
     where += ".content"
     if isinstance(message.content, str):
         return [Message(message.role, message.content)]
-    text, thought, calls, results = "", "", [], []
+    text, thought, calls, results, said = "", "", [], [], []
     for at, block in enumerate(_blocks(message.content, where)):
         here = f"{where}[{at}]"
-        kind = block.get("type")
+        kind = kind_of(block)
         if kind == "tool_use" and message.role == "assistant":
             calls.append(_call(block, here, names))
         elif kind == "tool_result" and message.role == "user":
@@ -199,11 +205,14 @@ def _neutral(message: _Message, where: str, names: dict[str, str]) -> list[Messa
             thought += str(block.get("thinking") or "")
         elif kind == "compaction" and message.role == "assistant":
             text += str(block.get("content") or "")
+        elif kind in _FILES and not refusing:
+            text += not_shown(kind)
         elif not (message.role == "assistant" and isinstance(kind, str) and _SERVERS_OWN.fullmatch(kind)):
-            text += _block_text(block, here)
+            said.append(_block_text(block, here))
+            text += said[-1]
     if results and not text:
         return results
-    return [*results, Message(message.role, text, thought, tuple(calls))]
+    return [*results, Message(message.role, text, thought, tuple(calls), blocks=tuple(said))]
 
 
 def _call(block: dict[str, Any], where: str, names: dict[str, str]) -> ToolCall:
@@ -227,7 +236,7 @@ def _result(block: dict[str, Any], where: str, names: dict[str, str]) -> Message
 def _tool(where: str, value: Any) -> tuple[str, Any]:
     if not isinstance(value, dict):
         return where, value
-    kind = value.get("type", "custom")
+    kind = kind_of(value, "custom")
     if kind not in (None, "custom"):
         name = value.get("name")
         message = f"{where} ({name}): found type {kind!r}, which only Anthropic's servers run; expected 'custom'"
@@ -239,13 +248,14 @@ def _tool(where: str, value: Any) -> tuple[str, Any]:
 def _choice(value: Any, tools: set[str]) -> ToolChoice:
     if value is None:
         return ToolChoice()
-    kind = value.get("type") if isinstance(value, dict) else None
+    kind: Any = kind_of(value) if isinstance(value, dict) else None
     several = not (isinstance(value, dict) and value.get("disable_parallel_tool_use") is True)
     if kind in ("auto", "none"):
         return ToolChoice(kind, parallel=several)
     if kind == "any":
         return ToolChoice("required", parallel=several)
-    if kind == "tool" and value.get("name") in tools:
-        return ToolChoice("required", value["name"], parallel=False)
+    name = value.get("name") if kind == "tool" else None
+    if isinstance(name, str) and name in tools:
+        return ToolChoice("required", name, parallel=False)
     message = "tool_choice: expected the type auto, any, none, or tool with the name of one of the tools"
     raise _invalid(message, "tool_choice")

@@ -31,15 +31,16 @@ _QUOTING = re.compile(
     r"""\s*(?:
         \#\#\#\ Task:                                                          # Open WebUI: titles, tags, follow-ups
       | Please\ write\ a\ \d+-\d+\ word\ title | Summarize\ this\ coding\ conversation   # Claude Code
+      | <session>\n(?=(?s:.)*</session>\s+Write\ the\ title)                          # Claude Code
       | Provide\ a\ concise,\ \d+-word-or-less\ title                          # LibreChat
       | Generate\ a\ (?:title|concise|short) | Create\ a\ (?:title|concise|short)
       | \#\ USER\n                                                             # aider, for a summary
     )""",
     re.VERBOSE,
 )
-_QUOTED = re.compile(r"(?:^|\n)[ \t]*(?:\#[ ]USER|USER:|User:|Human:)[ \t\n]*", re.ASCII)
+_QUOTED = re.compile(r"(?:^|\n)[ \t]*(?:\#[ ]USER|USER:|User:|User prompt:|Human:|<session>)[ \t\n]*", re.ASCII)
 _QUOTE_ENDS = re.compile(
-    r"\n[ \t]*(?:\#[ ]ASSISTANT|ASSISTANT:|Assistant:|AI:|Claude:|</chat_history>|</conversation>)"
+    r"\n[ \t]*(?:\#[ ]ASSISTANT|ASSISTANT:|Assistant:|AI:|Claude:|</chat_history>|</conversation>|</session>)"
 )
 # What tools ask at the end of a conversation that they restart with the answer.
 _ASKS_FOR_SUMMARY = re.compile(
@@ -62,6 +63,10 @@ class ChatTurn(Protocol):
     @property
     def text(self) -> str:
         """Its text as one string."""
+
+    @property
+    def blocks(self) -> Sequence[str]:
+        """The texts that it came in, where there were parts."""
 
 
 def lineage_of(messages: Sequence[ChatTurn]) -> str:
@@ -156,7 +161,8 @@ def _root(messages: Sequence[ChatTurn]) -> _Root:
             if text.strip() == _ASKED_SO_FAR and answer is not None and answer.role == "assistant":
                 finder.note(answer.text, is_summary=True)
             else:
-                finder.note(_quoted_opening(text) or text)
+                for said in message.blocks or (text,):
+                    finder.note(_quoted_opening(said) or said)
     return _Root(finder.lineage(messages[0].text), finder.continues, bool(finder.summaries))
 
 

@@ -11,27 +11,42 @@ from spark_agent.dialogue.messages import Message, ToolCall, ToolChoice
 from spark_agent.server.api_error import ApiError
 from spark_agent.server.exchange import Ask
 from spark_agent.server.generation import MAX_TOP_LOGPROBS
-from spark_agent.server.requests import LIST, STRING, ApiModel, Sampled, refuse, string_or_list, tools_of
+from spark_agent.server.requests import (
+    LIST,
+    STRING,
+    ApiModel,
+    Sampled,
+    newest_question,
+    not_shown,
+    refuse,
+    string_or_list,
+    tools_of,
+)
 from spark_runtime.sampling import Sampling
 
-__all__ = ["ChatMessage", "ChatRequest", "TextPart", "sampling_of", "tool_choice_of"]
+__all__ = ["ChatMessage", "ChatRequest", "ContentPart", "sampling_of", "tool_choice_of"]
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
-class TextPart(ApiModel):
-    """A part of a message's content; only text."""
+_FILES = {"image_url": "image", "input_audio": "audio", "file": "file"}
 
-    type: Literal["text", "refusal"]
+
+class ContentPart(ApiModel):
+    """A part of a message's content: text, or a file that cannot be read."""
+
+    type: Literal["text", "refusal", "image_url", "input_audio", "file"]
     text: str | None = None
     refusal: str | None = None
 
-    @field_validator("type", mode="before")
-    @classmethod
-    def _only_text(cls, value: object) -> object:
-        if value in {"image_url", "input_audio", "file"}:
-            raise ValueError(f"{value} is not supported: this server reads text only")
-        return value
+    def shown(self, where: str, *, refusing: bool) -> str:
+        """Its text; a file is refused, or told of."""
+        if self.type not in _FILES:
+            return self.text or self.refusal or ""
+        if refusing:
+            message = f"{where}.type: {self.type} is not supported: this server reads text only"
+            raise ApiError(400, message, "invalid_request", param=f"{where}.type")
+        return not_shown(_FILES[self.type])
 
 
 class _CalledFunction(ApiModel):
@@ -58,7 +73,7 @@ class ChatMessage(ApiModel):
 
     role: Role
     content: (
-        Annotated[Annotated[str, Tag(STRING)] | Annotated[list[TextPart], Tag(LIST)], Discriminator(string_or_list)]
+        Annotated[Annotated[str, Tag(STRING)] | Annotated[list[ContentPart], Tag(LIST)], Discriminator(string_or_list)]
         | None
     ) = None
     name: str | None = None
@@ -70,15 +85,16 @@ class ChatMessage(ApiModel):
 
     _refused = field_validator("function_call")(refuse)
 
-    @property
-    def text(self) -> str:
-        """The content as one string."""
+    def _text(self, where: str, *, refusing: bool) -> str:
         if isinstance(self.content, list):
-            return "".join(part.text or part.refusal or "" for part in self.content)
+            return "".join(part.shown(f"{where}[{at}]", refusing=refusing) for at, part in enumerate(self.content))
         return self.content or ""
 
-    def neutral(self, where: str, names: dict[str, str]) -> Message:
-        """The message in no dialect; ``names`` are the functions called so far, by the call's id."""
+    def neutral(self, where: str, names: dict[str, str], *, refusing: bool = True) -> Message:
+        """The message in no dialect; ``names`` are the functions called so far, by the call's id.
+
+        ``refusing`` says whether its files are refused, or only told of, as those are that a tool returned.
+        """
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
             raise ApiError(400, f"{where}.content: expected text", "invalid_request", param=f"{where}.content")
         if self.tool_calls and self.role != "assistant":
@@ -89,7 +105,9 @@ class ChatMessage(ApiModel):
         role = "system" if self.role == "developer" else self.role
         reasoning = self.reasoning_content or self.reasoning or ""
         name = names.get(self.tool_call_id or "", self.name)
-        return Message(role, self.text, reasoning, calls, self.tool_call_id, name)
+        text = self._text(f"{where}.content", refusing=refusing and role != "tool")
+        blocks = tuple(part.text for part in self.content if part.text) if isinstance(self.content, list) else ()
+        return Message(role, text, reasoning, calls, self.tool_call_id, name, blocks)
 
 
 class _JsonSchema(ApiModel):
@@ -138,7 +156,10 @@ class ChatRequest(Sampled):
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs: needs logprobs", "invalid_request", param="top_logprobs")
         names: dict[str, str] = {}
-        messages = tuple(each.neutral(f"messages[{at}]", names) for at, each in enumerate(self.messages))
+        newest = newest_question([each.role for each in self.messages])
+        messages = tuple(
+            each.neutral(f"messages[{at}]", names, refusing=at >= newest) for at, each in enumerate(self.messages)
+        )
         tools = tools_of([_function_in(f"tools[{at}]", value) for at, value in enumerate(self.tools or ())])
         schema, strict = self._schema()
         options = dict(self.chat_template_kwargs or {})

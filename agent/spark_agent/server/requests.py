@@ -8,6 +8,7 @@ because clients send it.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
@@ -17,7 +18,18 @@ from spark_agent.dialogue.json_grammar import SchemaError
 from spark_agent.dialogue.messages import Tool
 from spark_agent.server.api_error import ApiError
 
-__all__ = ["ApiModel", "Sampled", "StreamOptions", "first_fault", "not_shown", "refuse", "string_or_list", "tools_of"]
+__all__ = [
+    "ApiModel",
+    "Sampled",
+    "StreamOptions",
+    "first_fault",
+    "kind_of",
+    "newest_question",
+    "not_shown",
+    "refuse",
+    "string_or_list",
+    "tools_of",
+]
 
 STRING, LIST = "<string>", "<list>"
 MAX_TOOLS = 512
@@ -44,10 +56,22 @@ def refuse(value: object) -> object:
     return value
 
 
-def not_shown(kind: str) -> str:
-    """What stands where a tool returned a file of this kind.
+def kind_of(part: Mapping[str, Any], default: str | None = None) -> str | None:
+    """What a part of a request says it is; what is no text is told as one, which is no kind's name."""
+    kind = part.get("type", default)
+    return kind if kind is None or isinstance(kind, str) else repr(kind)[:100]
 
-    To refuse it would end the conversation for good, as every later request repeats it; so the model is told.
+
+def newest_question(roles: Sequence[str | None]) -> int:
+    """Which of the messages by these roles is the user's latest, where a file is refused; -1: none of them."""
+    return max((at for at, role in enumerate(roles) if role == "user"), default=-1)
+
+
+def not_shown(kind: str) -> str:
+    """What stands for a file of this kind that a tool returned, or that came with an earlier question.
+
+    Every later request repeats it, so to refuse it would end the conversation for good; the model is told instead. Only
+    the person who sends a file now is refused.
     """
     return f"[{kind}: not shown, as this server reads text only]"
 

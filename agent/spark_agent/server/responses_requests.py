@@ -15,7 +15,7 @@ from spark_agent.dialogue.messages import Message, ToolCall
 from spark_agent.server.api_error import ApiError
 from spark_agent.server.exchange import Ask
 from spark_agent.server.openai_requests import tool_choice_of
-from spark_agent.server.requests import ApiModel, not_shown
+from spark_agent.server.requests import ApiModel, kind_of, newest_question, not_shown
 from spark_agent.server.responses_tools import ResponsesTools, arguments_of
 from spark_runtime.sampling import Sampling
 
@@ -70,7 +70,7 @@ class ResponsesRequest(ApiModel):
         """Its tools, with those that came in the conversation; raise :class:`ApiError`."""
         came: list[tuple[str, Any]] = []
         for at, item in enumerate(self.items()):
-            if isinstance(item, dict) and item.get("type") in _BRINGING_TOOLS:
+            if isinstance(item, dict) and kind_of(item) in _BRINGING_TOOLS:
                 where = f"input[{at}].tools"
                 if not isinstance(tools := item.get("tools"), list):
                     raise _invalid(f"{where}: expected a list", where)
@@ -100,7 +100,7 @@ class ResponsesRequest(ApiModel):
 
     def _schema(self) -> tuple[object | None, bool]:
         form = (self.text or {}).get("format") or {"type": "text"}
-        kind = form.get("type") if isinstance(form, dict) else None
+        kind = kind_of(form) if isinstance(form, dict) else None
         if kind == "text":
             return None, False
         if kind == "json_object":
@@ -125,11 +125,12 @@ def messages_of(items: Sequence[Any], tools: ResponsesTools) -> list[Message]:
     """Items as messages: what an assistant thinks, says and calls in a row is one."""
     messages: list[Message] = []
     names: dict[str, str] = {}
+    newest = newest_question([item.get("role") if isinstance(item, dict) else None for item in items])
     for at, item in enumerate(items):
         where = f"input[{at}]"
         if not isinstance(item, dict):
             raise _invalid(f"{where}: expected an item, an object", where)
-        message = _item(item, where, names, tools)
+        message = _item(item, where, names, tools, refusing=at >= newest)
         if message is None:
             continue
         last = messages[-1] if messages else None
@@ -145,14 +146,22 @@ def messages_of(items: Sequence[Any], tools: ResponsesTools) -> list[Message]:
     return messages
 
 
-def _item(item: dict[str, Any], where: str, names: dict[str, str], tools: ResponsesTools) -> Message | None:
-    """One item as a message, if it says anything; ``names`` are the tools called so far, by the call's id."""
-    kind = item.get("type", "message")
+def _item(
+    item: dict[str, Any], where: str, names: dict[str, str], tools: ResponsesTools, *, refusing: bool
+) -> Message | None:
+    """One item as a message, if it says anything; ``names`` are the tools called so far, by the call's id.
+
+    ``refusing`` says whether files in a message are refused, or only told of.
+    """
+    kind = kind_of(item, "message")
     if kind == "message":
         role: Any = "system" if item.get("role") == "developer" else item.get("role")
         if role not in ("system", "user", "assistant"):
             raise _invalid(f"{where}.role: found {role!r}, expected user, assistant, system or developer", where)
-        return Message(role, _text(item.get("content"), f"{where}.content"))
+        content = item.get("content")
+        text = _text(content, f"{where}.content", refusing=refusing)
+        blocks = tuple(part["text"] for part in content if part.get("text")) if isinstance(content, list) else ()
+        return Message(role, text, blocks=blocks)
     if kind == "reasoning":
         # Another server's reasoning may be sealed.
         thought = _text(item.get("content") or item.get("summary") or [], f"{where}.content")
@@ -171,7 +180,7 @@ def _item(item: dict[str, Any], where: str, names: dict[str, str], tools: Respon
         found = item.get("tools")
         text = json.dumps([each.get("name") for each in found if isinstance(each, dict)] if found else [])
     else:
-        text = _text(item.get("output"), f"{where}.output", of_tool=True)
+        text = _text(item.get("output"), f"{where}.output", refusing=False)
     return Message("tool", text, call_id=identifier, name=names.get(identifier))
 
 
@@ -192,17 +201,17 @@ def _call(item: dict[str, Any], kind: str, identifier: str, where: str, tools: R
     return ToolCall(identifier, told, arguments)
 
 
-def _text(content: Any, where: str, *, of_tool: bool = False) -> str:
-    """A text, or parts of text. Files are refused by name, but where a tool returned one: that cannot be unsaid."""
+def _text(content: Any, where: str, *, refusing: bool = True) -> str:
+    """A text, or parts of text. Files are refused by name, or told of where they cannot be unsaid."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise _invalid(f"{where}: expected a text or a list of parts", where)
     text = ""
     for at, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
+        kind = kind_of(part) if isinstance(part, dict) else None
         if kind in ("input_image", "input_file", "input_audio"):
-            if of_tool:
+            if not refusing:
                 text += not_shown(kind.removeprefix("input_"))
                 continue
             raise _invalid(f"{where}[{at}]: {kind} is not supported: this server reads text only", where)

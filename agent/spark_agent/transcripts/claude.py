@@ -109,7 +109,8 @@ class _Reader:
 
     def _user(self, number: int, record: dict[str, object], content: object) -> None:
         blocks = self._blocks(number, content)
-        said = "\n\n".join(text for block in blocks if block.get("type") == "text" and (text := _string(block, "text")))
+        texts = [text for block in blocks if block.get("type") == "text" and (text := _string(block, "text"))]
+        said = "\n\n".join(texts)
         for block in blocks:
             kind = block.get("type")
             if kind == "tool_result":
@@ -120,7 +121,8 @@ class _Reader:
         self.turns.add("system" if meta else "user", said)
         if not meta:
             summary = record.get("isCompactSummary") is True
-            self.root.note(said, to_second(record.get("timestamp")), is_summary=summary)
+            for text in texts:
+                self.root.note(text, to_second(record.get("timestamp")), is_summary=summary)
 
     def _assistant(self, number: int, content: object) -> None:
         for block in self._blocks(number, content):

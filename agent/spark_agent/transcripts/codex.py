@@ -123,7 +123,8 @@ class _Reader:
         text = _text_of(content).strip()
         if role == "user":
             # No time: a fork stamps its copies anew.
-            self.root.note(text)
+            for part in content if isinstance(content, list) else (content,):
+                self.root.note(_text_of([part]) if isinstance(part, dict) else _text_of(part))
             role = "user" if typed(text) else "system"
         self.items.add(role, text)
 

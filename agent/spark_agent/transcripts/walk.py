@@ -13,7 +13,8 @@ __all__ = ["walk"]
 
 _SIDE_FOLDERS = frozenset({"tool-results", "workflows"})
 """Of Claude Code, in a folder named as the session beside it: outputs that the session quotes."""
-_INDEX_NAMES = frozenset({"sessions-index.json", "session_index.jsonl", "history.jsonl"})
+_MEMORY = "memory"
+_INDEX_NAMES = frozenset({"sessions-index.json", "session_index.jsonl", "history.jsonl", ".aider.input.history"})
 
 
 def walk(path: Path, limits: Limits) -> Iterator[Path | Skipped]:
@@ -61,10 +62,20 @@ def _listing(folder: Path, *, is_root: bool) -> list[Path] | Skipped:
         and folder.parent.with_name(f"{folder.parent.name}.jsonl").is_file()
     ):
         return Skipped(folder, "side files of a session that is read itself")
+    if not is_root and folder.name == _MEMORY and _beside_sessions(folder):
+        return Skipped(folder, "what a tool remembers of a project, and no session; name it itself to read it")
     try:
         return sorted(folder.iterdir(), key=lambda entry: entry.name)
     except OSError as error:
         return Skipped(folder, f"the folder can not be read: {_reason(error)}")
+
+
+def _beside_sessions(folder: Path) -> bool:
+    """Whether Claude Code's sessions, or Qwen Code's folder of them, stand beside a folder."""
+    try:
+        return any(entry.suffix == ".jsonl" or entry.name == "chats" for entry in folder.parent.iterdir())
+    except OSError:
+        return False
 
 
 def _is_folder(path: Path) -> bool:

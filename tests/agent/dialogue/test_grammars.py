@@ -99,6 +99,8 @@ PERSON = {
           "$defs": {"a": {"type": "object", "properties": {"a": {"type": "integer"}}}}},
          [{"a": 1, "b": None}, {"b": None}], [{"a": 1}]),
         ({"type": "object", "required": ["x"]}, [{"x": 1}], [{}]),
+        ({"$ref": "#/definitions/Of%3Cint%3E", "definitions": {"Of<int>": {"type": "integer"}}}, [1], ["1"]),
+        ({"$ref": "#/definitions/a%25b", "definitions": {"a%25b": {"type": "integer"}}}, [1], ["1"]),
     ],
 )  # fmt: skip
 def test_what_a_schema_lets_through(follows: Any, schema: object, good: list[object], bad: list[object]) -> None:
@@ -125,7 +127,8 @@ for _ in range(MAX_DEPTH + 2):
         ({"properties": []}, "properties: expected an object"),
         ({"properties": {"a": 5}}, "/properties/a"),
         ({"properties": {}, "required": "a"}, "required"),
-        ({"$ref": "https://example.com/x"}, "in this schema"),
+        ({"$ref": 5}, "in this schema"),
+        ({"$ref": ""}, "in this schema"),
         ({"$ref": "#/$defs/none"}, "nothing is at"),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "refers to itself"),
         ({"$ref": "#"}, "refers to itself"),
@@ -152,6 +155,8 @@ def test_schemas_that_make_no_sense(schema: Any, message: str) -> None:
         {"not": {}},
         {"type": "object", "properties": {"a": {"type": "string", "format": "date"}}},
         {"type": "array", "maxItems": 10**9},
+        {"$ref": "https://example.com/x"},
+        {"type": "object", "properties": {"a": {"$ref": "#anchor"}}},
     ],
 )
 def test_what_a_grammar_cannot_hold_is_refused_only_when_strict(schema: Any, follows: Any) -> None:

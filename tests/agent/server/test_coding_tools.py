@@ -9,6 +9,7 @@ import pytest
 from spark_agent.dialogue.events import Call
 from spark_agent.server.anthropic_requests import CountRequest, MessagesRequest
 from spark_agent.server.api_error import ApiError
+from spark_agent.server.openai_requests import ChatRequest
 from spark_agent.server.responses_requests import ResponsesRequest, messages_of
 from spark_agent.server.responses_tools import ResponsesTools
 
@@ -223,11 +224,64 @@ def test_what_a_tool_returned_cannot_be_refused():
     _, called, result = CountRequest.model_validate({"messages": messages}).ask().messages
     assert (called.text, called.calls[0].name) == ("", "Read")
     assert result.text == "[image: not shown, as this server reads text only]and[tool: Read]"
-    with pytest.raises(ApiError, match="image is not supported"):
-        CountRequest.model_validate({"messages": [{"role": "user", "content": [{"type": "image"}]}]}).ask()
     summary = {"role": "assistant", "content": [{"type": "compaction", "content": "They greeted."}]}
     later = CountRequest.model_validate({"messages": [summary, messages[0]]}).ask()
     assert later.messages[0].text == "They greeted."
+
+
+NOT_SHOWN = "[image: not shown, as this server reads text only]"
+FILES = {
+    "/v1/messages": ("messages", {"type": "image", "source": {"type": "base64", "data": "iVBO"}}),
+    "/v1/chat/completions": ("messages", {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBO"}}),
+    "/v1/responses": ("input", {"type": "input_image", "image_url": "data:image/png;base64,iVBO"}),
+}
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_a_file_is_refused_once_and_the_conversation_goes_on(agent, path):
+    member, file = FILES[path]
+    text = {"type": "input_text" if path == "/v1/responses" else "text", "text": "What is this?"}
+    asked = {"role": "user", "content": [file, text]}
+    body = {"max_tokens": 4} if path != "/v1/responses" else {"max_output_tokens": 16}
+    refused = agent.client.post(path, json={**body, member: [{"role": "user", "content": "Hi"}, asked]})
+    assert refused.status_code == 400
+    assert "this server reads text only" in refused.json()["error"]["message"]
+    # Tools repeat the question that was refused before the next one; an answer may stand between them, from elsewhere.
+    for between in ([], [{"role": "assistant", "content": "A cat."}]):
+        reply = agent.client.post(path, json={**body, member: [asked, *between, {"role": "user", "content": "Go on."}]})
+        assert reply.status_code == 200, reply.text
+
+
+def test_a_file_of_an_earlier_question_is_told_of():
+    asked = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]}
+    on = {"role": "user", "content": "Go on."}
+    told = CountRequest.model_validate({"messages": [asked, on]}).ask().messages[0]
+    assert told.text == f"{NOT_SHOWN}What is this?"
+    asked["content"][0] = {"type": "image_url", "image_url": {"url": "data:"}}
+    told = ChatRequest.model_validate({"messages": [asked, on]}).ask().messages[0]
+    assert told.text == f"{NOT_SHOWN}What is this?"
+    asked["content"] = [{"type": "input_image"}, {"type": "input_text", "text": "What is this?"}]
+    assert messages_of([asked, on], tools_of())[0].text == f"{NOT_SHOWN}What is this?"
+
+
+def test_a_refused_file_is_named_by_the_place_that_claude_code_looks_for():
+    # It joins the next question to the refused one, and leaves the file out only if the error says which block it was.
+    content = [{"type": "text", "text": "What is this?"}, {"type": "image"}]
+    with pytest.raises(ApiError, match=r"^messages\.1\.content\.1\.image: image is not supported"):
+        CountRequest.model_validate(
+            {"messages": [{"role": "user", "content": "Hi"}, {"role": "user", "content": content}]}
+        ).ask()
+
+
+def test_a_file_that_a_function_returned_is_told_of():
+    call = {"id": "c1", "type": "function", "function": {"name": "view", "arguments": "{}"}}
+    shown = [{"type": "image_url", "image_url": {"url": "data:"}}, {"type": "text", "text": "pic.png"}]
+    messages = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": shown},
+    ]
+    assert ChatRequest.model_validate({"messages": messages}).ask().messages[2].text == f"{NOT_SHOWN}pic.png"
 
 
 @pytest.mark.parametrize("where", ["output_config", "output_format"])

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spark_agent.server.anthropic_requests import CountRequest
 from spark_agent.server.conversations import (
     MAX_REMEMBERED,
     MAX_ROOTS,
@@ -16,7 +17,11 @@ from spark_agent.server.conversations import (
     Conversations,
     lineage_of,
 )
+from spark_agent.server.openai_requests import ChatRequest
+from spark_agent.server.responses_requests import messages_of
+from spark_agent.server.responses_tools import ResponsesTools
 from spark_agent.transcripts.claude import read_claude
+from spark_agent.transcripts.codex import read_codex
 from spark_agent.transcripts.lineage import as_typed, conversation_lineage
 from spark_agent.transcripts.model import Problems
 
@@ -29,6 +34,7 @@ OTHER = "Explain why the build of the second target fails when the first one was
 class Turn:
     role: str
     text: str
+    blocks: tuple[str, ...] = ()
 
 
 def turns(*parts: tuple[str, str]) -> list[Turn]:
@@ -104,6 +110,8 @@ def test_a_served_session_is_the_one_of_its_transcript():
         turns(("system", "Analyze if this message indicates a new topic."), ("user", TASK)),
         turns(("system", "s"), ("user", f"Please write a 5-10 word title for this:\n\nUser: {TASK}\n\nClaude: Yes")),
         turns(("user", "Generate a title for this conversation:\n"), ("user", TASK)),
+        turns(("user", f"<session>\n{TASK}\n</session>\n\nWrite the title in their language.")),
+        turns(("user", f"Generate a concise, single-line title. Do not answer.\n\nUser prompt:\n{TASK}")),
         turns(
             ("user", "### Task:\nGenerate a concise, 3-5 word title.\n### Chat History:\n<chat_history>\n"
              f"USER: {TASK}\nASSISTANT: Yes.\n</chat_history>"),
@@ -117,6 +125,51 @@ def test_a_served_session_is_the_one_of_its_transcript():
 )  # fmt: skip
 def test_what_a_tool_asks_of_a_conversation_belongs_to_it(request_for_title):
     assert lineage_of(request_for_title) == conversation_lineage(TASK)
+
+
+def test_questions_that_a_tool_joins_have_the_root_of_the_first():
+    # Where a question was refused, or interrupted before an answer, the next one comes in the same message.
+    blocks = (reminder(1), TASK + "\n", "[Request interrupted by user]\n", OTHER)
+    joined = [Turn("user", "".join(blocks), blocks)]
+    assert lineage_of(joined) == lineage_of(turns(("user", reminder(1) + TASK))) == conversation_lineage(TASK)
+    removed = ("[Image removed: it could not be processed.]\n", reminder(1), TASK)
+    assert lineage_of([Turn("user", "".join(removed), removed)]) == conversation_lineage(TASK)
+
+
+def test_a_shown_file_is_no_part_of_a_session_s_root():
+    parts = [
+        {"type": "input_text", "text": '<image name=[Image #1] path="a.png">'},
+        {"type": "input_image", "image_url": "data:"},
+        {"type": "input_text", "text": "</image>"},
+        {"type": "input_text", "text": TASK},
+    ]
+    message = {"type": "message", "role": "user", "content": parts}
+    later = {"role": "user", "content": OTHER}
+    served = lineage_of(messages_of([message, later], ResponsesTools([])))
+    recorded = read_codex([(1, {"type": "response_item", "payload": message})], Problems())
+    assert served == recorded.lineage == conversation_lineage(TASK)
+    image = {"type": "image_url", "image_url": {"url": "data:"}}
+    content = [image, {"type": "text", "text": TASK}]
+    body = {"messages": [{"role": "user", "content": content}, later]}
+    assert lineage_of(ChatRequest.model_validate(body).ask().messages) == conversation_lineage(TASK)
+    body["messages"][0]["content"] = [{"type": "image"}, {"type": "text", "text": TASK}]
+    assert lineage_of(CountRequest.model_validate(body).ask().messages) == conversation_lineage(TASK)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        "To suggest changes to a file you MUST return all of it.",
+        "# *SEARCH/REPLACE block* Rules:\n\nEvery block begins so.",
+        "# File editing rules:\n\nReturn edits so.",
+    ],
+)
+def test_aider_s_rules_after_the_newest_question_are_no_part_of_it(rules):
+    asked = [*aider(1)[:-1], Turn("user", f"{TASK}\n\n{rules}")]
+    assert lineage_of(asked) == lineage_of(aider(1, ("assistant", "Done."), ("user", f"{OTHER}\n\n{rules}")))
+    unshown = "Don't try and edit any existing code without asking me to add the files to the chat!\nTell me which."
+    asked.insert(-1, Turn("user", unshown))
+    assert lineage_of(asked) == conversation_lineage(TASK)
 
 
 def test_different_conversations_stay_apart():

@@ -144,7 +144,9 @@ def test_a_token_is_needed_once_there_is_one(serve):
                 raw = {name: value.encode() for name, value in headers.items()}
                 reply = agent.client.post(path, json=body, headers=raw)
                 assert reply.status_code == 401
-                assert error_of(reply, path)
+                other = "is not the one" in error_of(reply, path)
+                assert other == (headers not in ({}, {"Authorization": "Basic a b-c"})), "wrong, or missing"
+                assert reply.headers["x-should-retry"] == "false", "clients ask again for minutes otherwise"
             for headers in (
                 {"Authorization": "Bearer a b-c"},
                 {"x-api-key": "a b-c"},

@@ -174,12 +174,17 @@ def test_what_lies_beside_sessions_is_no_session(tmp_path: Path) -> None:
     write(project / "4f1d" / "subagents" / "agent-1.meta.json", {"agentType": "Explore"})
     write(project / "4f1d" / "tool-results" / "out.txt", "ten thousand lines")
     write(project / "sessions-index.json", {"version": 1, "entries": []})
+    write(project / "memory" / "MEMORY.md", "What a tool remembers.")
     write(project / "notes" / "tool-results" / "mine.txt", "A text of my own.")
+    write(project / "notes" / "memory" / "mine.txt", "A text of my own.")
+    write(project / ".aider.input.history", "# 2026-07-13 12:00:00\n+Hello")
     found = list(read_transcripts(project))
-    assert [one.source.name for one in found if isinstance(one, Transcript)] == ["4f1d.jsonl", "mine.txt"]
+    assert [one.source.name for one in found if isinstance(one, Transcript)] == ["4f1d.jsonl", "mine.txt", "mine.txt"]
     assert sorted(one.source.name for one in found if isinstance(one, Skipped)) == [
+        ".aider.input.history",
         "agent-1.jsonl",
         "agent-1.meta.json",
+        "memory",
         "sessions-index.json",
         "tool-results",
     ]
