@@ -30,7 +30,7 @@ from spark_agent.running import RunningAgent, RunningAgents, process_started
 from spark_agent.served import ServedSessions
 from spark_agent.server.activity import Activity, ClosedSession, Promise
 from spark_agent.server.app import create_app
-from spark_agent.server.conversations import ChatTurn, Conversations
+from spark_agent.server.conversations import Conversations
 from spark_agent.server.generation import GenerationReport
 from spark_agent.server.metrics import Metrics
 from spark_agent.server.nearest import WorkloadsHere
@@ -146,10 +146,8 @@ def serve(
             own.keep(histogram)
             activity.closed(named, _closed(counts, placement.promised_of(counts)))
 
-    def lineage_of(messages: Sequence[ChatTurn]) -> str:
-        lineage = conversations.lineage_of(messages)
+    def opened(lineage: str) -> None:
         served.opened(*conversations.began(lineage))
-        return lineage
 
     def complain(error: Exception) -> None:
         context.output.warning(f"session counts could not be kept yet: {error}")
@@ -217,14 +215,22 @@ def serve(
         health={"model": Path(start["model"]).name, "fingerprint": engine.shape.fingerprint},
         stats=lambda: agent_stats(state()),
         lifespan=lifespan,
-        lineage_of=lineage_of,
+        lineage_of=conversations.lineage_of,
+        opened=opened,
         workload_of=workloads,
         extra_routes=[metrics_route(Metrics(state)), *placement_routes(placement)],
         token=token,
         aliases=aliases,
     )
     observed = Observed(app, app.routes, activity)
-    config = uvicorn.Config(observed, log_level="warning", timeout_graceful_shutdown=_CUT_OFF_S, server_header=False)
+    config = uvicorn.Config(
+        observed,
+        log_level="warning",
+        access_log=False,
+        ws="none",
+        timeout_graceful_shutdown=_CUT_OFF_S,
+        server_header=False,
+    )
     server = StoppableServer(config, worker.give_up)
     sys.setswitchinterval(_SWITCH_S)
     with server.signals():

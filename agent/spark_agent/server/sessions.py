@@ -42,6 +42,8 @@ class LiveSessions:
         self._close = close
         self._clock = clock
         self._open: OrderedDict[_Key, _Open] = OrderedDict()
+        self._spare: SessionCounts | None = SessionCounts(shape)
+        """The next session's: made before anybody waits for it."""
         self.closed = 0
         """Sessions handed over so far."""
         self.lost = 0
@@ -77,6 +79,7 @@ class LiveSessions:
 
         A later request starts a new part of the same session. Raises as :meth:`close_all`.
         """
+        self._spare = self._spare or SessionCounts(self._shape)
         now = self._clock()
         surplus = len(self._open) - MAX_OPEN
         try:
@@ -95,7 +98,8 @@ class LiveSessions:
     def _use(self, key: _Key) -> _Open:
         found = self._open.get(key)
         if found is None:
-            found = self._open[key] = _Open(SessionCounts(self._shape), 0.0)
+            counts, self._spare = self._spare or SessionCounts(self._shape), None
+            found = self._open[key] = _Open(counts, 0.0)
         found.last_use_s = self._clock()
         self._open.move_to_end(key)
         return found
