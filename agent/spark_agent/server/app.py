@@ -21,7 +21,7 @@ from spark_agent.server.anthropic_requests import CountRequest, MessagesRequest
 from spark_agent.server.api_error import EXPECTED, ApiError, ContextExceededError
 from spark_agent.server.body import read_json, validated
 from spark_agent.server.conversations import lineage_of
-from spark_agent.server.exchange import FIRST_WAIT_S, Answering, Ask, Exchange, LineageOf, Opened, WorkloadOf
+from spark_agent.server.exchange import Answering, Ask, Exchange, LineageOf, Opened, WorkloadOf
 from spark_agent.server.model_names import ModelNames
 from spark_agent.server.openai_chat import ChatAnswer
 from spark_agent.server.openai_completions import CompletionAnswer, CompletionRequest
@@ -156,7 +156,7 @@ class _Api:
         named: str | None,
         done: Callable[[], None] = lambda: None,
     ) -> Response:
-        answering = await self._exchange.start(ask, dict(request.headers), named)
+        answering = await self._exchange.start(ask, _headers(request), named)
         leaving = Leaving(request.receive, answering.leave)
         try:
             answer = shape(answering)
@@ -165,8 +165,10 @@ class _Api:
                 leaving.close()
                 done()
                 return JSONResponse(whole)
-            # The first event decides between an error status and a stream, if it comes soon.
-            await answering.wait(FIRST_WAIT_S)
+            # What comes first decides between an error status and a stream, if it comes soon.
+            stream_of = Stream(answer, answering, leaving, done)
+            await stream_of.begin()
+            return stream_of
         except BaseException as error:
             # Whatever ends the waiting, most of all a client that left, ends the computing.
             leaving.close()
@@ -174,7 +176,12 @@ class _Api:
             if isinstance(error, EXPECTED):
                 raise ApiError.of(error) from error
             raise
-        return Stream(answer, answering, leaving, done)
+
+
+def _headers(request: Request) -> dict[str, str]:
+    """By name in lower case; of several the first."""
+    raw: Sequence[tuple[bytes, bytes]] = request.scope["headers"]
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(raw)}
 
 
 def _no_workload(_headers: Mapping[str, str], _messages: Sequence[Message], _model: str | None) -> str | None:

@@ -30,7 +30,7 @@ _OPENED_AFTER_S = 0.05
 IDLE_S = 10.0
 """How long a stream may be silent: what stands between client and server closes connections that say nothing."""
 FIRST_WAIT_S = 5.0
-"""How long a stream's status waits for the first event, which decides it; later failures are events."""
+"""How long a stream's status waits for what comes first, which decides it; later failures are events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """Nothing happened for a while."""
+    """There was nothing to say for a while."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +112,6 @@ class Answering:
         self.cancel()
         self._events.tell(error)
 
-    async def wait(self, limit_s: float) -> bool:
-        """Whether there is an event within the limit; raises what the engine raised instead of the first event."""
-        come = await self._events.wait(limit_s)
-        failure = self._events.failure()
-        if failure is not None:
-            raise failure
-        return come
-
     def _with_what_is_ready(self, piece: Piece) -> Piece:
         """Tokens that came while others were sent go out together; none waits for another."""
         more = self._events.take()
@@ -143,14 +135,17 @@ class Answering:
         there, as in the APIs' own servers. Otherwise it is text. ``before_waiting`` is called whenever all that has
         come was given out.
         """
+        clock = asyncio.get_running_loop().time
+        silent_until = clock() + FIRST_WAIT_S
         try:
             event = self._events.take()
             while True:
                 if event is None:
                     if before_waiting is not None:
                         await before_waiting()
-                    if not await self._events.wait(IDLE_S):
+                    if not await self._events.wait(max(silent_until - clock(), 0.0)):
                         yield Idle()
+                        silent_until = clock() + IDLE_S
                     event = self._events.take()
                     continue
                 if isinstance(event, Exception):
@@ -170,6 +165,7 @@ class Answering:
                     said = _heard(said)
                 if said or piece.tokens:
                     yield Said(said, piece.tokens)
+                    silent_until = clock() + IDLE_S
                 event, self._next = self._next, None
         finally:
             self.cancel()

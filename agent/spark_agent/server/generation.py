@@ -95,12 +95,15 @@ class Events:
         self._loop = asyncio.get_running_loop()
         self._told: deque[Piece | Finished | Exception] = deque()
         self._waiting: asyncio.Future[None] | None = None
+        self._woken: asyncio.Future[None] | None = None
 
     def tell(self, event: Piece | Finished | Exception) -> None:
         """Add an event, and wake the reader if it waits: one that is busy sees by itself what has come meanwhile."""
         self._told.append(event)
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None:
+        # Looked at after adding, as the reader looks for events after saying that it waits: one of the two sees.
+        waiting = self._waiting
+        if waiting is not None and waiting is not self._woken:
+            self._woken = waiting
             # A loop that has been closed means that the server is ending and nobody waits.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(_wake, waiting)
@@ -109,15 +112,9 @@ class Events:
         """The next one, if it has come."""
         return self._told.popleft() if self._told else None
 
-    def failure(self) -> Exception | None:
-        """The next one, if it is a failure; it stays the next one."""
-        first = self._told[0] if self._told else None
-        return first if isinstance(first, Exception) else None
-
     async def wait(self, limit_s: float) -> bool:
         """Until there is one, at most so long; whether there is. Others are served meanwhile in any case."""
         waiting = self._waiting = self._loop.create_future()
-        # Looked at after saying that somebody waits: what is told in between is not missed.
         if self._told:
             self._waiting = None
             await asyncio.sleep(0)

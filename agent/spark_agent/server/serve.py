@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -197,6 +199,9 @@ def serve(
     agent = _described(listener, name, engine.shape.fingerprint, token)
     described = {"base_url": agent.base_url, **start}
 
+    chat = ChatFormat(engine)
+    learning = threading.Thread(target=chat.learn_markers, name="spark-markers")
+
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         worker.start()
@@ -206,11 +211,14 @@ def serve(
         _register(context, agent)
         context.output.result(described, describe(described))
         sys.stdout.flush()  # whoever started this process through a pipe waits for it
+        learning.start()
+        # What is there by now stays: looking through it for garbage would hold up tokens for a hundredth of a second.
+        gc.freeze()
         yield
 
     app = create_app(
         worker,
-        ChatFormat(engine),
+        chat,
         model=name,
         health={"model": Path(start["model"]).name, "fingerprint": engine.shape.fingerprint},
         stats=lambda: agent_stats(state()),
@@ -239,6 +247,7 @@ def serve(
         finally:
             _unregister(context, agent)
             worker.stop()
+            _joined(learning)
             served.stop()
             _forget_open(context, spool, agent)
             uploader.stop()
@@ -246,6 +255,11 @@ def serve(
             lost = len(sessions) + sessions.lost
             if lost:
                 context.output.warning(f"the counts of {counted(lost, 'session')} were lost: see the warnings above")
+
+
+def _joined(thread: threading.Thread) -> None:
+    if thread.ident is not None:
+        thread.join()
 
 
 def _closed(counts: SessionCounts, manifest: PlacementManifest | None) -> ClosedSession:

@@ -74,32 +74,43 @@ class Stream(Response):
         self._answering = answering
         self._leaving = leaving
         self._done = done
+        self._chunks = answer.chunks(answering.outputs(before_waiting=self._flush))
+        self._held: list[bytes] = []
+        self._waited = False
+        self._send: Send | None = None
+
+    async def begin(self) -> None:
+        """Wait for what comes first, within a limit; raises what went wrong before that."""
+        async for chunk in self._chunks:
+            self._held.append(chunk)
+            if self._waited:
+                return
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it; a client that left is no error."""
         del receive  # who watches the client has it
-        held: list[bytes] = []
-
-        async def flush() -> None:
-            if held:
-                body = b"".join(held)
-                held.clear()
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-
+        self._send = send
         try:
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-            async for chunk in self._answer.chunks(self._answering.outputs(before_waiting=flush)):
-                held.append(chunk)  # noqa: PERF401 (it is sent in between)
+            async for chunk in self._chunks:
+                self._held.append(chunk)
             self._done()
         except ClientDisconnect:
             return
         except Exception as error:
             # The status is sent; the error can only be the stream's last event.
-            held.append(self._answer.failed(ApiError.of(error), request_id_of(scope)))
+            self._held.append(self._answer.failed(ApiError.of(error), request_id_of(scope)))
             if not isinstance(error, (*EXPECTED, ApiError)):
-                await flush()
+                await self._flush()
                 raise  # the log gets the traceback
         finally:
             self._answering.cancel()
             self._leaving.close()
-        await send({"type": "http.response.body", "body": b"".join(held), "more_body": False})
+        await send({"type": "http.response.body", "body": b"".join(self._held), "more_body": False})
+
+    async def _flush(self) -> None:
+        self._waited = True
+        if self._held and self._send is not None:
+            body = b"".join(self._held)
+            self._held.clear()
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})

@@ -7,6 +7,7 @@ import signal
 from typing import Any
 
 import pytest
+from generated import events_of
 
 from spark_agent.server.generation import Finished, Generation, GenerationReport, Piece
 from spark_agent.server.sessions import LiveSessions
@@ -21,23 +22,15 @@ from spark_runtime.tier_start import uniform_start
 PROMPTS = ("How are you today?", "Tell me of the sea and of its ships. " * 20, "def mean(values):", "What is a list?")
 
 
-async def next_of(generation: Generation) -> Piece | Finished:
-    while (event := generation.events.take()) is None:
-        assert await generation.events.wait(60)
-    if isinstance(event, Exception):
-        raise event
-    return event
-
-
 async def heard(generation: Generation) -> tuple[str, Any, list[Any]]:
     text, tokens = "", []
-    while True:
-        event = await next_of(generation)
+    async for event in events_of(generation):
         if isinstance(event, Finished):
             return text, (event.reason, event.completion_tokens), tokens
         assert isinstance(event, Piece)
         text += event.text
         tokens.extend(event.tokens)
+    raise AssertionError("no end")
 
 
 def answers(n_seq_max: int, tier: Any, *, at_once: bool) -> tuple[list[Any], dict[str, Any], list[GenerationReport]]:
@@ -115,7 +108,7 @@ def test_a_grammar_that_hangs_makes_only_its_own_request_wait(monkeypatch: pytes
             worker.submit(alone := followed())
             expected = await heard(alone)
             worker.submit(hanging := followed())
-            first = await next_of(hanging)
+            first = await anext(events_of(hanging))
             (process,) = engine._grammars._lent
             process._process.send_signal(signal.SIGSTOP)
             try:
