@@ -1,12 +1,13 @@
 """What serving costs beside the bare engine: speed through HTTP, idle memory and time, and starting.
 
 Usage: serving_overhead.py [--model demo|random|FILE.gguf …] [--threads 1 2] [--rounds N] [--tokens N] [--starts N]
-[--out FILE]. One process has the bare engine, another is a real agent, and both stay loaded; they are asked the same
-conversation in turn, so that neither has the machine at a better time. ``random`` is a model with random weights whose
-token takes several milliseconds on two cores (``big_model.py``), written and removed again. With one thread llama.cpp
-leaves the second core to server and client. ``not counting`` is the engine asked the same again: only its decode
-speed can be compared, as its prompt is in the context already. ``prepare_ms`` is what rendering and tokenising take,
-which the bare engine's first token leaves out.
+[--characters N] [--out FILE]. One process has the bare engine, another is a real agent, and both stay loaded; they are
+asked the same conversation in turn, so that neither has the machine at a better time. ``random`` is a model with random
+weights whose token takes several milliseconds on two cores (``big_model.py``), written and removed again. With one
+thread llama.cpp leaves the second core to server and client. ``not counting`` is the engine asked the same again: only
+its decode speed can be compared, as its prompt is in the context already. ``prepare_ms`` is what rendering and
+tokenising take, which the bare engine's first token leaves out. ``tokenising`` is a conversation of ``--characters``
+with one turn more: tokenised whole, and as an agent does it that saw it without that turn.
 
 Tokens that end an answer are biased away in both, so that all answers are of one length. The client is a socket and
 does nothing but note when bytes came: what it takes is not the server's.
@@ -293,6 +294,41 @@ def starting(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def tokenising(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What tokenising a long conversation takes: whole, and the next turn of one whose turns before were seen."""
+    from spark_runtime.chat import ChatFormat
+    from spark_runtime.engine import Engine, EngineOptions
+
+    source = Path(argparse.__file__).read_text()
+    turns: list[dict[str, str]] = [{"role": "system", "content": SYSTEM}]
+    while sum(len(turn["content"]) for turn in turns) < arguments.characters:
+        at = len(turns)
+        shown = {"role": "user", "content": f"{at}: what does this do?\n" + source[97 * at : 97 * at + 8000]}
+        turns += [shown, {"role": "assistant", "content": f"It is part {at} of a parser of command lines."}]
+    whole_s, again_s, tokens = [], [], 0
+    with Engine.load(path, EngineOptions(n_ctx=N_CTX, n_threads=1, count_routing=False)) as engine:
+        plain, chat = ChatFormat(engine), ChatFormat(engine)
+        chat.learn_markers()
+        chat.tokenize(chat.prompt(turns))
+        for number in range(arguments.rounds):
+            prompt = chat.prompt([*turns, *conversation(number)[1:]])
+            began = time.perf_counter()
+            expected = plain.tokenize(prompt)
+            whole_s.append(time.perf_counter() - began)
+            began = time.perf_counter()
+            found = chat.tokenize(prompt)
+            again_s.append(time.perf_counter() - began)
+            if found != expected:
+                raise SystemExit("error: tokens in parts are not those of the whole")
+            tokens = len(found)
+    return {
+        "characters": len(prompt),
+        "tokens": tokens,
+        "whole_ms": round(1000 * statistics.median(whole_s), 2),
+        "next_turn_ms": round(1000 * statistics.median(again_s), 2),
+    }
+
+
 @contextmanager
 def model_file(model: str) -> Iterator[Path]:
     """The model's file, written where there is none and then removed."""
@@ -318,15 +354,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--starts", type=int, default=5)
+    parser.add_argument("--characters", type=int, default=100_000)
     parser.add_argument("--bare", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.bare is not None:
         bare(arguments.bare, arguments.threads[0])
         return
-    found: dict[str, Any] = {"n_ctx": N_CTX, "tokens": arguments.tokens, "speed": [], "starting": {}}
+    found: dict[str, Any] = {"n_ctx": N_CTX, "tokens": arguments.tokens, "speed": [], "tokenising": {}, "starting": {}}
     for model in arguments.model:
         with model_file(model) as path:
             found["speed"] += [compare(path, threads, arguments) for threads in arguments.threads]
+            found["tokenising"][path.name] = tokenising(path, arguments)
             if arguments.starts:
                 found["starting"][path.name] = starting(path, arguments)
     report(found, arguments.out)

@@ -10,6 +10,7 @@ from typing import Any
 
 from spark_runtime.engine import Engine
 from spark_runtime.errors import ChatTemplateError
+from spark_runtime.prompt_tokens import PromptTokenizer
 
 __all__ = ["ChatFormat", "TemplateSupport"]
 
@@ -69,6 +70,7 @@ class ChatFormat:
 
         self._errors = (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
         self._engine = engine
+        self._tokenizer = PromptTokenizer(engine)
         self._bos = engine.special_text("bos")
         self.template = engine.chat_template or _CHATML
         """The template's own text."""
@@ -205,7 +207,14 @@ class ChatFormat:
     def tokenize(self, prompt: str, *, starts: bool = True) -> list[int]:
         """Token ids of a prompt, or of a later part of one; a start token is added once, never twice."""
         add_special = starts and not (self._bos and prompt.startswith(self._bos))
-        return self._engine.tokenize(prompt, add_special=add_special, parse_special=True)
+        return self._tokenizer.tokenize(prompt, add_special=add_special)
+
+    def learn_markers(self) -> None:
+        """Find out where prompts may be cut, so that later ones are tokenised only as far as they are new."""
+        turns = [_PROBE_ASKED, _PROBE_SAID, _PROBE_LATER]
+        samples = [[_system("probe"), *turns], turns]
+        prompts = (self.tried(turns) for turns in samples)
+        self._tokenizer.learn(next(filter(None, prompts), ""))
 
 
 _PROBE_ASKED = {"role": "user", "content": "probe"}

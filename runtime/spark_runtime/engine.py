@@ -30,6 +30,7 @@ from spark_runtime.hidden_tap import HiddenTap
 from spark_runtime.llama import ComputeOptions, LlamaContext, LoadOptions, bindings
 from spark_runtime.model_shape import shape_of
 from spark_runtime.native_tap import NativeTap, native_library
+from spark_runtime.prompt_tokens import SpecialToken
 from spark_runtime.sampling import Sampler, Sampling
 from spark_runtime.sequences import Cached, choose_sequence
 from spark_runtime.session_counts import SessionCounts
@@ -245,6 +246,15 @@ class Engine:
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Token ids of a text; markers inside it are plain text unless ``parse_special``."""
         return self._context.tokenize(text, add_special=add_special, parse_special=parse_special)
+
+    def special_tokens(self) -> list[SpecialToken]:
+        """Every token that is looked for as text; see :class:`spark_runtime.prompt_tokens.Vocabulary`."""
+        return self._context.special_tokens()
+
+    @property
+    def ends_prompts(self) -> bool:
+        """Whether ``add_special`` adds a token at the end of a text."""
+        return self._context.ends_prompts
 
     def piece(self, token: int) -> bytes:
         """Bytes of one token; a character may be spread over several. Control tokens have none, unless spelled."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from spark_runtime.errors import ClosedError, ContextFullError, DecodeError, UnsupportedModelError
 from spark_runtime.ggml import LOG_CALLBACK, complaints, ggml_base
+from spark_runtime.prompt_tokens import SpecialToken
 from spark_runtime.tap import Tap
 
 __all__ = ["ComputeOptions", "LlamaContext", "LoadOptions", "bindings", "context_tokens"]
@@ -312,6 +314,27 @@ class LlamaContext:
                 return list(buffer[:count])
             capacity = -count
         raise DecodeError(f"llama.cpp cannot tokenise a text of {len(raw)} bytes")
+
+    def special_tokens(self) -> list[SpecialToken]:
+        """Every token that is looked for as text; see :class:`spark_runtime.prompt_tokens.Vocabulary`."""
+        llama, vocab = self._llama, self._vocab
+        if llama.llama_vocab_type(vocab) not in {llama.LLAMA_VOCAB_TYPE_SPM, llama.LLAMA_VOCAB_TYPE_BPE}:
+            return []
+        special = llama.LLAMA_TOKEN_ATTR_CONTROL | llama.LLAMA_TOKEN_ATTR_USER_DEFINED | llama.LLAMA_TOKEN_ATTR_UNKNOWN
+        strips = llama.LLAMA_TOKEN_ATTR_LSTRIP | llama.LLAMA_TOKEN_ATTR_RSTRIP
+        attributes = map(llama.llama_vocab_get_attr, itertools.repeat(vocab), range(self.n_vocab))
+        return [
+            SpecialToken(token, llama.llama_vocab_get_text(vocab, token), bool(attribute & strips))
+            for token, attribute in enumerate(attributes)
+            if attribute & special
+        ]
+
+    @property
+    def ends_prompts(self) -> bool:
+        """Whether ``add_special`` adds a token at the end of a text."""
+        return bool(
+            self._llama.llama_vocab_get_add_eos(self._vocab) or self._llama.llama_vocab_get_add_sep(self._vocab)
+        )
 
     def piece(self, token: int) -> bytes:
         """Bytes of a token, empty for control tokens."""

@@ -7,6 +7,7 @@ without a token answers only those whose ``Host`` and ``Origin`` name this machi
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 from collections.abc import Mapping
 from urllib.parse import urlsplit
@@ -24,10 +25,11 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+@functools.lru_cache(maxsize=16)
 def is_loopback_url(url: str) -> bool:
     """Whether a URL, or what follows its scheme with ``//`` before it, names this machine alone, and nothing else.
 
-    One with a user name does not, and neither does one that is malformed.
+    One with a user name does not, and neither does one that is malformed. Clients of this machine all say the same.
     """
     try:
         parts = urlsplit(url)

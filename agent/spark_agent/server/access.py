@@ -6,7 +6,7 @@ Also gives every request the id that its answer bears.
 from __future__ import annotations
 
 import hmac
-import uuid
+import secrets
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -36,7 +36,7 @@ class Access:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = f"req_{uuid.uuid4().hex}"
+        request_id = f"req_{secrets.token_hex(16)}"
         scope["spark.request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from starlette.applications import Starlette
-from starlette.background import BackgroundTask
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -16,17 +14,15 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 from starlette.types import Lifespan
 
-from spark_agent.dialogue.events import Event
 from spark_agent.dialogue.messages import Message
 from spark_agent.server.access import Access
 from spark_agent.server.anthropic_messages import MessagesAnswer
 from spark_agent.server.anthropic_requests import CountRequest, MessagesRequest
-from spark_agent.server.api_error import EXPECTED, ApiError, ContextExceededError, request_id_of
+from spark_agent.server.api_error import EXPECTED, ApiError, ContextExceededError
 from spark_agent.server.body import read_json, validated
 from spark_agent.server.body_budget import BodyBudget
 from spark_agent.server.conversations import lineage_of
-from spark_agent.server.exchange import FIRST_WAIT_S, Answering, Ask, Ended, Exchange, LineageOf, Output, WorkloadOf
-from spark_agent.server.generation import TokenLogprob
+from spark_agent.server.exchange import Answering, Ask, Exchange, LineageOf, Opened, WorkloadOf
 from spark_agent.server.model_names import ModelNames
 from spark_agent.server.openai_chat import ChatAnswer
 from spark_agent.server.openai_completions import CompletionAnswer, CompletionRequest
@@ -35,27 +31,13 @@ from spark_agent.server.prompting import Prompting
 from spark_agent.server.responses_answer import ResponsesAnswer
 from spark_agent.server.responses_requests import ResponsesRequest, messages_of
 from spark_agent.server.responses_store import ResponsesStore
+from spark_agent.server.streaming import NOT_KEPT, Answer, Leaving, Stream
 from spark_agent.server.worker import Worker
 from spark_runtime.chat import ChatFormat
 
 __all__ = ["create_app"]
 
 _CLIENT_CLOSED_REQUEST = 499  # nginx's code for a client that left; nobody reads it
-_NOT_KEPT = {"Cache-Control": "no-cache"}
-_T = TypeVar("_T")
-
-
-class _Answer(Protocol):
-    """An answer in a dialect's shape."""
-
-    def whole(self, events: Sequence[Event], tokens: Sequence[TokenLogprob], ended: Ended) -> dict[str, Any]:
-        """The object of a whole answer."""
-
-    def chunks(self, outputs: AsyncIterator[Output]) -> AsyncIterator[bytes]:
-        """The events of a streamed answer."""
-
-    def failed(self, error: ApiError, request_id: str | None, /) -> bytes:
-        """A failure after the status was sent."""
 
 
 class _Api:
@@ -148,7 +130,7 @@ class _Api:
             if not body.stream:
                 raise
             # As OpenAI's servers do: clients of streams look for this one in the events, and shorten what they send.
-            return StreamingResponse(iter(answer.refused(error)), media_type="text/event-stream", headers=_NOT_KEPT)
+            return StreamingResponse(iter(answer.refused(error)), media_type="text/event-stream", headers=NOT_KEPT)
 
     async def messages(self, request: Request) -> Response:
         body = validated(MessagesRequest, await read_json(request))
@@ -169,51 +151,38 @@ class _Api:
         self,
         request: Request,
         ask: Ask,
-        shape: Callable[[Answering], _Answer],
+        shape: Callable[[Answering], Answer],
         *,
         stream: bool | None,
         named: str | None,
         done: Callable[[], None] = lambda: None,
     ) -> Response:
-        answering = await self._exchange.start(ask, dict(request.headers), named)
+        answering = await self._exchange.start(ask, _headers(request), named)
+        leaving = Leaving(request.receive, answering.leave)
         try:
             answer = shape(answering)
             if not stream:
-                whole = answer.whole(*await _unless_gone(request, answering.whole()))
+                whole = answer.whole(*await answering.whole())
+                leaving.close()
                 done()
                 return JSONResponse(whole)
-            # The first event decides between an error status and a stream, if it comes soon.
-            await _unless_gone(request, answering.wait(FIRST_WAIT_S))
-        except EXPECTED as error:
-            await answering.close()
-            raise ApiError.of(error) from error
-        except BaseException:
+            # What comes first decides between an error status and a stream, if it comes soon.
+            stream_of = Stream(answer, answering, leaving, done)
+            await stream_of.begin()
+            return stream_of
+        except BaseException as error:
             # Whatever ends the waiting, most of all a client that left, ends the computing.
+            leaving.close()
             answering.cancel()
-            await answering.close()
+            if isinstance(error, EXPECTED):
+                raise ApiError.of(error) from error
             raise
-        return StreamingResponse(
-            _guarded(answer, answering, request_id_of(request.scope), done),
-            media_type="text/event-stream",
-            headers=_NOT_KEPT,
-            background=BackgroundTask(answering.close),
-        )
 
 
-async def _guarded(
-    answer: _Answer, answering: Answering, request_id: str | None, done: Callable[[], None]
-) -> AsyncIterator[bytes]:
-    try:
-        async for chunk in answer.chunks(answering.outputs()):
-            yield chunk
-        done()
-    except Exception as error:
-        # The status is sent; the error can only be the stream's last event.
-        yield answer.failed(ApiError.of(error), request_id)
-        if not isinstance(error, (*EXPECTED, ApiError)):
-            raise  # the log gets the traceback
-    finally:
-        answering.cancel()
+def _headers(request: Request) -> dict[str, str]:
+    """By name in lower case; of several the first."""
+    raw: Sequence[tuple[bytes, bytes]] = request.scope["headers"]
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(raw)}
 
 
 def _no_workload(_headers: Mapping[str, str], _messages: Sequence[Message], _model: str | None) -> str | None:
@@ -232,6 +201,7 @@ def create_app(
     aliases: Sequence[str] = (),
     lineage_of: LineageOf = lineage_of,
     workload_of: WorkloadOf = _no_workload,
+    opened: Opened = lambda _: None,
     extra_routes: Sequence[BaseRoute] = (),
 ) -> Starlette:
     """The application; ``health`` is added to what ``/health`` answers, ``stats`` gives what ``/spark/stats`` does.
@@ -239,21 +209,22 @@ def create_app(
     Without a ``token`` only this machine is answered; with one, whoever bears it. ``aliases`` are further names of the
     model, or shell patterns of names. ``lineage_of`` says which conversation messages belong to, ``workload_of`` what
     they are counted under: from headers by name in lower case, the messages, and the name of the model that was asked
-    for; ``None`` is the agent's default.
+    for; ``None`` is the agent's default. ``opened`` is told the lineage of each request that was submitted.
     """
-    exchange = Exchange(worker, Prompting(chat), lineage_of, workload_of)
+    exchange = Exchange(worker, Prompting(chat), lineage_of, workload_of, opened)
     api = _Api(worker, chat, ModelNames(model, aliases, n_ctx=chat.n_ctx), exchange, health, stats)
     return Starlette(
         routes=[
+            # In the order in which they are looked through: where a model answers first.
+            Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
+            Route("/v1/messages", api.messages, methods=["POST"]),
+            Route("/v1/responses", api.responses, methods=["POST"]),
+            Route("/v1/completions", api.completions, methods=["POST"]),
             Route("/", api.root),
             Route("/health", api.health),
             Route("/spark/stats", api.stats),
             Route("/v1/models", api.models),
             Route("/v1/models/{name:path}", api.model),
-            Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
-            Route("/v1/completions", api.completions, methods=["POST"]),
-            Route("/v1/responses", api.responses, methods=["POST"]),
-            Route("/v1/messages", api.messages, methods=["POST"]),
             Route("/v1/messages/count_tokens", api.count_tokens, methods=["POST"]),
             *extra_routes,
         ],
@@ -289,23 +260,3 @@ async def _answer_nobody(_request: Request, _error: Exception) -> Response:
 async def _answer_bug(request: Request, error: Exception) -> Response:
     # Starlette raises it again after this answer, so the log has the traceback.
     return ApiError.of(error).response(request.scope)
-
-
-async def _unless_gone(request: Request, work: Awaitable[_T]) -> _T:
-    """The work's result; when the client leaves first, the work is cancelled and :class:`ClientDisconnect` raised."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_gone(request))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
-    finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.wait({working, leaving})
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -40,7 +40,7 @@ async def _read(request: Request) -> bytes:
 def parse_json(body: bytes) -> Any:
     """The value; raise :class:`ApiError` for what is no JSON, or could be read in two ways."""
     try:
-        value = json.loads(body.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        value = _DECODER.decode(body.decode())
         if b"\\u" in body:
             # A lone surrogate can be spelled, but neither tokenised nor sent.
             json.dumps(value, ensure_ascii=False).encode()
@@ -70,6 +70,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(constant: str) -> Any:
     raise ValueError(f"{constant} is no number")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse_constant)
 
 
 def validated(kind: type[_Body], value: Any) -> _Body:

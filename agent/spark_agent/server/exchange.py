@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -18,18 +17,20 @@ from spark_agent.server.prompting import Prompting
 from spark_agent.server.worker import Worker
 from spark_runtime.sampling import Sampling
 
-__all__ = ["Answering", "Ask", "Ended", "Exchange", "Idle", "LineageOf", "Output", "Said", "WorkloadOf"]
+__all__ = ["Answering", "Ask", "Ended", "Exchange", "Idle", "LineageOf", "Opened", "Output", "Said", "WorkloadOf"]
 
 LineageOf = Callable[[Sequence[Message]], str]
+Opened = Callable[[str], None]
 WorkloadOf = Callable[[Mapping[str, str], Sequence[Message], str | None], str | None]
 _PER_MESSAGE = 64
 """What a template adds to a message, in characters."""
 _GRAMMAR = 1 << 20
 """What building a grammar is worth, in characters."""
+_OPENED_AFTER_S = 0.05
 IDLE_S = 10.0
 """How long a stream may be silent: what stands between client and server closes connections that say nothing."""
 FIRST_WAIT_S = 5.0
-"""How long a stream's status waits for the first event, which decides it; later failures are events."""
+"""How long a stream's status waits for what comes first, which decides it; later failures are events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """Nothing happened for a while."""
+    """There was nothing to say for a while."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +96,10 @@ class Answering:
 
     def __init__(self, generation: Generation, parser: OutputParser, *, parallel: bool) -> None:
         self._generation = generation
+        self._events = generation.events
         self._parser = parser
         self._parallel = parallel
-        self._results = generation.results()
-        self._next: asyncio.Task[Piece | Finished] | None = None
-        self._held: Finished | Exception | None = None
+        self._next: Piece | Finished | Exception | None = None
         self._calls = 0
         self.prompt_tokens: tuple[int, ...] = tuple(generation.tokens)
 
@@ -107,61 +107,47 @@ class Answering:
         """Stop computing."""
         self._generation.cancelled.set()
 
-    async def close(self) -> None:
-        """Stop computing, and let go of what waits for it."""
+    def leave(self, error: Exception) -> None:
+        """Stop computing, and raise ``error`` where the output is waited for: nobody wants it any more."""
         self.cancel()
-        if self._next is not None:
-            self._next.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await self._next
-            self._next = None
-
-    async def wait(self, limit_s: float) -> bool:
-        """Whether there is an event within the limit; raises what the engine raised instead of the first event."""
-        task = self._pending()
-        await asyncio.wait({task}, timeout=limit_s)
-        if task.done():
-            task.result()
-        return task.done()
-
-    def _pending(self) -> asyncio.Task[Piece | Finished]:
-        if self._next is None:
-            self._next = asyncio.ensure_future(anext(self._results))
-        return self._next
-
-    def _ready(self) -> Piece | Finished | Exception | None:
-        """What has come already: waiting for it would take a task."""
-        if self._held is not None:
-            event, self._held = self._held, None
-            return event
-        if self._next is not None or self._generation.events.empty():
-            return None
-        return self._generation.events.get_nowait()
+        self._events.tell(error)
 
     def _with_what_is_ready(self, piece: Piece) -> Piece:
         """Tokens that came while others were sent go out together; none waits for another."""
+        more = self._events.take()
+        if more is None:
+            return piece
         texts, tokens = [piece.text], [*piece.tokens]
-        while isinstance(more := self._ready(), Piece):
+        while isinstance(more, Piece):
             texts.append(more.text)
             tokens.extend(more.tokens)
-        self._held = more
+            more = self._events.take()
+        self._next = more
         return Piece("".join(texts), tuple(tokens))
 
-    async def outputs(self, *, streamed: bool = True) -> AsyncIterator[Output]:
+    async def outputs(
+        self, *, streamed: bool = True, before_waiting: Callable[[], Awaitable[None]] | None = None
+    ) -> AsyncIterator[Output]:
         """Everything until the end; raises what the engine raised.
 
         ``streamed``: for a client that hears of a call before it is whole. What began as a call and is none raises
         :class:`ApiError` then, so that nobody takes it for one, unless the token limit cut it: then the answer ends
-        there, as in the APIs' own servers. Otherwise it is text.
+        there, as in the APIs' own servers. Otherwise it is text. ``before_waiting`` is called whenever all that has
+        come was given out.
         """
+        clock = asyncio.get_running_loop().time
+        silent_until = clock() + FIRST_WAIT_S
         try:
+            event = self._events.take()
             while True:
-                event = self._ready()
                 if event is None:
-                    if not await self.wait(IDLE_S):
+                    if before_waiting is not None:
+                        await before_waiting()
+                    if not await self._events.wait(max(silent_until - clock(), 0.0)):
                         yield Idle()
-                        continue
-                    event, self._next = self._pending().result(), None
+                        silent_until = clock() + IDLE_S
+                    event = self._events.take()
+                    continue
                 if isinstance(event, Exception):
                     raise event
                 if isinstance(event, Finished):
@@ -179,8 +165,10 @@ class Answering:
                     said = _heard(said)
                 if said or piece.tokens:
                     yield Said(said, piece.tokens)
+                    silent_until = clock() + IDLE_S
+                event, self._next = self._next, None
         finally:
-            await self.close()
+            self.cancel()
 
     async def whole(self) -> tuple[list[Event], list[TokenLogprob], Ended]:
         """Everything at once."""
@@ -217,8 +205,17 @@ def _heard(events: list[Event], finished: Finished | None = None) -> list[Event]
 class Exchange:
     """Puts what is asked in line."""
 
-    def __init__(self, worker: Worker, prompting: Prompting, lineage_of: LineageOf, workload_of: WorkloadOf) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        prompting: Prompting,
+        lineage_of: LineageOf,
+        workload_of: WorkloadOf,
+        opened: Opened = lambda _: None,
+    ) -> None:
+        """``opened`` is told a lineage soon after each of its requests was submitted, on the loop."""
         self._worker = worker
+        self._opened = opened
         self._prompting = prompting
         self._lineage_of = lineage_of
         self._workload_of = workload_of
@@ -246,9 +243,11 @@ class Exchange:
             workload=workload,
             thought_limit=prepared.thought_limit,
         )
+        answering = Answering(generation, prepared.parser or PlainParser(), parallel=ask.choice.parallel)
         try:
             self._worker.submit(generation)
         except Exception as error:
             raise ApiError.of(error) from error
-        parser = prepared.parser or PlainParser()
-        return Answering(generation, parser, parallel=ask.choice.parallel)
+        # Not at once: what it takes would delay the first token.
+        asyncio.get_running_loop().call_later(_OPENED_AFTER_S, self._opened, generation.lineage)
+        return answering

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,6 +16,7 @@ from spark_runtime.sampling import Sampling
 __all__ = [
     "AbandonedError",
     "BusyError",
+    "Events",
     "FellBehindError",
     "Finished",
     "Generation",
@@ -96,6 +98,56 @@ class GenerationReport:
     completion_tokens: int
 
 
+class Events:
+    """What a request hears of its generation, in order. Told by any thread, read on the loop that made it."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._told: deque[Piece | Finished | Exception] = deque()
+        self._waiting: asyncio.Future[None] | None = None
+        self._woken: asyncio.Future[None] | None = None
+
+    def tell(self, event: Piece | Finished | Exception) -> None:
+        """Add an event, and wake the reader if it waits: one that is busy sees by itself what has come meanwhile."""
+        self._told.append(event)
+        # Looked at after adding, as the reader looks for events after saying that it waits: one of the two sees.
+        waiting = self._waiting
+        if waiting is not None and waiting is not self._woken:
+            self._woken = waiting
+            # A loop that has been closed means that the server is ending and nobody waits.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(_wake, waiting)
+
+    @property
+    def unread(self) -> int:
+        """How many wait for the reader."""
+        return len(self._told)
+
+    def take(self) -> Piece | Finished | Exception | None:
+        """The next one, if it has come."""
+        return self._told.popleft() if self._told else None
+
+    async def wait(self, limit_s: float) -> bool:
+        """Until there is one, at most so long; whether there is. Others are served meanwhile in any case."""
+        waiting = self._waiting = self._loop.create_future()
+        if self._told:
+            self._waiting = None
+            await asyncio.sleep(0)
+            return True
+        timer = self._loop.call_later(limit_s, _wake, waiting)
+        try:
+            await waiting
+        finally:
+            timer.cancel()
+            self._waiting = None
+        return bool(self._told)
+
+
+def _wake(waiting: asyncio.Future[None]) -> None:
+    if not waiting.done():
+        waiting.set_result(None)
+
+
 @dataclass(slots=True)
 class Generation:
     """One request on its way through the worker."""
@@ -111,32 +163,12 @@ class Generation:
     """``None`` is the agent's default."""
     thought_limit: ThoughtLimit | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
-    events: asyncio.Queue[Piece | Finished | Exception] = field(default_factory=asyncio.Queue)
-    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    events: Events = field(default_factory=Events)
 
     def check_read(self) -> None:
         """Raise :class:`FellBehindError` when too much waits for the client; from the computing thread."""
         each = _BYTES_A_PIECE
         if self.top_logprobs is not None:
             each += _BYTES_A_LOGPROB * (1 + self.top_logprobs)
-        if self.events.qsize() * each > MAX_UNREAD_BYTES:
+        if self.events.unread * each > MAX_UNREAD_BYTES:
             raise FellBehindError
-
-    def emit(self, event: Piece | Finished | Exception) -> None:
-        """Hand an event to the waiting request, from the computing thread."""
-        # A loop that has been closed means that the server is ending and nobody waits.
-        with contextlib.suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(self.events.put_nowait, event)
-
-    async def results(self) -> AsyncIterator[Piece | Finished]:
-        """Events until the generation is finished; raises what the engine raised. Leaving early cancels it."""
-        try:
-            while True:
-                event = await self.events.get()
-                if isinstance(event, Exception):
-                    raise event
-                yield event
-                if isinstance(event, Finished):
-                    return
-        finally:
-            self.cancelled.set()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
 import time
-import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -18,7 +18,7 @@ __all__ = ["ChatAnswer", "new_id", "usage_of"]
 
 def new_id(prefix: str) -> str:
     """A new identifier."""
-    return f"{prefix}{uuid.uuid4().hex}"
+    return f"{prefix}{secrets.token_hex(16)}"
 
 
 def usage_of(finished: Finished) -> dict[str, Any]:

@@ -142,7 +142,7 @@ class Running:
         rest = self._stream.push(b"", final=True)
         left = self._certain(final=True)
         if rest or left:
-            generation.emit(Piece(rest, left))
+            generation.events.tell(Piece(rest, left))
         self.finished = Finished(reason, len(tokens), self._reused, self._produced, self._stream.stop)
 
     def _wait(self) -> Iterator[None]:
@@ -159,7 +159,7 @@ class Running:
         text = self._stream.push(piece)
         if self.generation.top_logprobs is None:
             if text:
-                self.generation.emit(Piece(text))
+                self.generation.events.tell(Piece(text))
             return
         if not ends:
             logprobs = log_probabilities(sampler.logits())
@@ -170,7 +170,7 @@ class Running:
             self._uncertain.append((before, self._stream.end, chosen))
         tokens = self._certain(final=False)
         if text or tokens:
-            self.generation.emit(Piece(text, tokens))
+            self.generation.events.tell(Piece(text, tokens))
 
     def _certain(self, *, final: bool) -> tuple[TokenLogprob, ...]:
         """Tokens whose whole text was given out; in the end also one that a stop string cut, and none beyond it."""

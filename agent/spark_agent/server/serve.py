@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,7 +32,7 @@ from spark_agent.running import RunningAgent, RunningAgents, process_started
 from spark_agent.served import ServedSessions
 from spark_agent.server.activity import Activity, ClosedSession, Promise
 from spark_agent.server.app import create_app
-from spark_agent.server.conversations import ChatTurn, Conversations
+from spark_agent.server.conversations import Conversations
 from spark_agent.server.generation import GenerationReport
 from spark_agent.server.metrics import Metrics
 from spark_agent.server.nearest import WorkloadsHere
@@ -148,10 +150,8 @@ def serve(
             own.keep(histogram)
             activity.closed(named, _closed(counts, placement.promised_of(counts)))
 
-    def lineage_of(messages: Sequence[ChatTurn]) -> str:
-        lineage = conversations.lineage_of(messages)
+    def opened(lineage: str) -> None:
         served.opened(*conversations.began(lineage))
-        return lineage
 
     def complain(error: Exception) -> None:
         context.output.warning(f"session counts could not be kept yet: {error}")
@@ -203,6 +203,9 @@ def serve(
     agent = _described(listener, name, engine.shape.fingerprint, token)
     described = {"base_url": agent.base_url, **start}
 
+    chat = ChatFormat(engine)
+    learning = threading.Thread(target=chat.learn_markers, name="spark-markers")
+
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         worker.start()
@@ -212,23 +215,34 @@ def serve(
         _register(context, agent)
         context.output.result(described, describe(described))
         sys.stdout.flush()  # whoever started this process through a pipe waits for it
+        learning.start()
+        # What is there by now stays: looking through it for garbage would hold up tokens for a hundredth of a second.
+        gc.freeze()
         yield
 
     app = create_app(
         worker,
-        ChatFormat(engine),
+        chat,
         model=name,
         health={"model": Path(start["model"]).name, "fingerprint": engine.shape.fingerprint},
         stats=lambda: agent_stats(state()),
         lifespan=lifespan,
-        lineage_of=lineage_of,
+        lineage_of=conversations.lineage_of,
+        opened=opened,
         workload_of=workloads,
         extra_routes=[metrics_route(Metrics(state)), *placement_routes(placement)],
         token=token,
         aliases=aliases,
     )
     observed = Observed(app, app.routes, activity)
-    config = uvicorn.Config(observed, log_level="warning", timeout_graceful_shutdown=_CUT_OFF_S, server_header=False)
+    config = uvicorn.Config(
+        observed,
+        log_level="warning",
+        access_log=False,
+        ws="none",
+        timeout_graceful_shutdown=_CUT_OFF_S,
+        server_header=False,
+    )
     server = StoppableServer(config, worker.give_up)
     sys.setswitchinterval(_SWITCH_S)
     with server.signals():
@@ -238,6 +252,7 @@ def serve(
             _unregister(context, agent)
             worker.stop()
             prefetch.close()
+            _joined(learning)
             served.stop()
             _forget_open(context, spool, agent)
             uploader.stop()
@@ -245,6 +260,11 @@ def serve(
             lost = len(sessions) + sessions.lost
             if lost:
                 context.output.warning(f"the counts of {counted(lost, 'session')} were lost: see the warnings above")
+
+
+def _joined(thread: threading.Thread) -> None:
+    if thread.ident is not None:
+        thread.join()
 
 
 def _closed(counts: SessionCounts, manifest: PlacementManifest | None) -> ClosedSession:

@@ -52,6 +52,8 @@ class LiveSessions:
         self.max_open = max(MIN_OPEN, 2 * n_sequences, min(MAX_OPEN, MAX_OPEN_BYTES // size))
         """So many stay open: :data:`MAX_OPEN`, fewer of a model with many experts."""
         self.max_kept = max(self.max_open, min(MAX_KEPT, MAX_KEPT_BYTES // size))
+        self._spare: SessionCounts | None = SessionCounts(shape)
+        """The next session's: made before anybody waits for it."""
         self.closed = 0
         """Sessions handed over so far."""
         self.lost = 0
@@ -92,6 +94,7 @@ class LiveSessions:
 
         A later request starts a new part of the same session. Raises as :meth:`close_all`.
         """
+        self._spare = self._spare or SessionCounts(self._shape)
         now = self._clock()
         surplus = len(self._open) - self.max_open
         try:
@@ -110,7 +113,8 @@ class LiveSessions:
     def _use(self, key: _Key) -> _Open:
         found = self._open.get(key)
         if found is None:
-            found = self._open[key] = _Open(SessionCounts(self._shape), 0.0)
+            counts, self._spare = self._spare or SessionCounts(self._shape), None
+            found = self._open[key] = _Open(counts, 0.0)
         found.last_use_s = self._clock()
         self._open.move_to_end(key)
         return found

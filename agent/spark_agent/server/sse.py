@@ -9,11 +9,12 @@ __all__ = ["KEEP_ALIVE", "event", "named_event"]
 
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment, which clients skip."""
+_ENCODER = json.JSONEncoder(ensure_ascii=False)
 
 
 def event(value: dict[str, Any]) -> bytes:
     """One event without a name, as OpenAI's chat sends them."""
-    return b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n"
+    return b"data: " + _ENCODER.encode(value).encode() + b"\n\n"
 
 
 def named_event(value: dict[str, Any]) -> bytes:

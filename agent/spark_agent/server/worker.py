@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections import deque
@@ -59,7 +60,9 @@ class Worker:
         self._watcher: StepWatcher | None = None
         self._inbox: deque[Running] = deque()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._changed = threading.Condition()
+        self._adding = threading.Lock()
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """Rung when there is something to do. Waking by a condition would take the first token longer."""
         self._stopping = threading.Event()
         self._ending = False
         self._tokens_waiting = 0
@@ -89,33 +92,33 @@ class Worker:
 
     def submit(self, generation: Generation) -> None:
         """Put a request in line; raise :class:`BusyError` when the line is full."""
-        with self._changed:
+        running = Running(generation)
+        with self._adding:
             waiting, tokens = self.waiting, self._tokens_waiting + len(generation.tokens)
             if waiting >= MAX_WAITING or (waiting and tokens > MAX_WAITING_TOKENS):
                 raise BusyError
             self._tokens_waiting = tokens
-            self._inbox.append(Running(generation))
-            self._changed.notify()
+            self._inbox.append(running)
+        self._bell.put(None)
 
     def call(self, function: Callable[[], _T]) -> Future[_T]:
         """Run a function on the computing thread between two steps; raise ``RuntimeError`` once it has been stopped."""
         future: Future[_T] = Future()
-        with self._changed:
+        with self._adding:
             if self._ending:
                 raise RuntimeError("the worker has stopped")
             self._calls.append((function, future))
-            self._changed.notify()
+        self._bell.put(None)
         return future
 
     def give_up(self) -> None:
         """End running generations and those in line with :class:`AbandonedError`."""
         self._stopping.set()
-        with self._changed:
-            self._changed.notify()
+        self._bell.put(None)
 
     def stop(self) -> None:
         """Give up what runs and keep every session's counts; returns when the thread has ended."""
-        with self._changed:
+        with self._adding:
             self._ending = True
         self.give_up()
         if self._thread.ident is not None:
@@ -135,32 +138,39 @@ class Worker:
                 self._tidy()
             elif self._scheduler.running:
                 # All that run wait for their grammars.
-                with self._changed:
-                    self._changed.wait(_POLL_S)
+                self._rest(_POLL_S)
             elif not self._wait():
                 break
         self._keep(self._sessions.close_all)
-        with self._changed:
+        with self._adding:
             left, self._calls = self._calls, deque()
         for _, future in left:
             future.cancel()
 
     def _wait(self) -> bool:
         """Until there is something to do; ``False`` when there never will be again."""
-        asked = True
-        with self._changed:
-            if not self._inbox and not self._calls:
-                if self._ending:
-                    return False
-                asked = self._changed.wait(_HOUSEKEEPING_S)
-        if not asked:
+        with self._adding:
+            if self._ending and not self._inbox and not self._calls:
+                return False
+        # Whatever was added by now has rung as well.
+        if not self._rest(_HOUSEKEEPING_S):
             self._tidy()
         return True
 
+    def _rest(self, limit_s: float) -> bool:
+        """Until the bell rings, at most so long; whether it did."""
+        try:
+            self._bell.get(timeout=limit_s)
+        except queue.Empty:
+            return False
+        return True
+
     def _take_in(self) -> None:
-        with self._changed:
-            while self._inbox:
-                self._scheduler.submit(self._inbox.popleft())
+        # Silenced before looking: what is added from here on rings again.
+        while not self._bell.empty():
+            self._bell.get_nowait()
+        while self._inbox:
+            self._scheduler.submit(self._inbox.popleft())
         for gone in self._scheduler.drop(lambda job: job.generation.cancelled.is_set()):
             self._left_line(gone)
             self._tell(gone, AbandonedError())
@@ -185,7 +195,7 @@ class Worker:
             self._tell(waiting, AbandonedError())
 
     def _left_line(self, running: Running) -> None:
-        with self._changed:
+        with self._adding:
             self._tokens_waiting -= len(running.generation.tokens)
 
     def _start(self, running: Running) -> None:
@@ -255,9 +265,9 @@ class Worker:
             self._keep(lambda on_done=self._on_done: on_done(report))  # type: ignore[misc]
         # The request is answered with the error, whatever it was; the thread serves the others.
         if error is not None:
-            running.generation.emit(error)
+            running.generation.events.tell(error)
         elif running.finished is not None:
-            running.generation.emit(running.finished)
+            running.generation.events.tell(running.finished)
 
     def _tidy(self) -> None:
         # Where nobody waits for it; but now and then, however much there is to do. And one at a time as new

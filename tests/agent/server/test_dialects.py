@@ -115,7 +115,7 @@ def test_a_failure_inside_a_stream_is_an_event(agent, path, monkeypatch):
 
     def fail_later(token: int) -> bytes:
         seen.append(token)
-        if len(seen) > 2:
+        if len(seen) > 12:
             raise DecodeError("llama.cpp failed")
         return piece(token)
 
@@ -127,6 +127,19 @@ def test_a_failure_inside_a_stream_is_an_event(agent, path, monkeypatch):
     data = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: ")]
     assert "llama.cpp failed" in json.dumps(data[-1])
     assert "[DONE]" not in reply.text
+    assert agent.answer(max_tokens=1)
+
+
+@pytest.mark.parametrize("path", [path for path in BODIES if "count" not in path])
+def test_a_failure_before_anything_was_said_is_a_status(agent, path, monkeypatch):
+    def fail(_token: int) -> bytes:
+        raise DecodeError("llama.cpp failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(agent.engine, "piece", fail)
+        reply = agent.client.post(path, json={**BODIES[path], "stream": True, "temperature": 0})
+    assert reply.status_code == 500
+    assert "llama.cpp failed" in error_of(reply, path)
     assert agent.answer(max_tokens=1)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from generated import events_of
 
 from spark_agent.server.generation import BusyError, FellBehindError, Generation, Piece
 from spark_agent.server.sessions import LiveSessions
@@ -64,14 +65,14 @@ def test_prompts_in_line_are_bounded_in_tokens(monkeypatch: pytest.MonkeyPatch) 
             with pytest.raises(BusyError):
                 worker.submit(generation([5]))
             worker.start()
-            assert [event async for event in alone.results()]
+            assert [event async for event in events_of(alone)]
             for _ in range(3):  # what has left the line does not count, however it left
                 several = [generation([5] * 30) for _ in range(3)]
                 several[1].cancelled.set()
                 for one in several:
                     worker.submit(one)
-                assert [event async for event in several[0].results()]
-                assert [event async for event in several[2].results()]
+                assert [event async for event in events_of(several[0])]
+                assert [event async for event in events_of(several[2])]
 
         try:
             asyncio.run(ask())
@@ -85,9 +86,9 @@ def test_what_waits_for_a_client_is_bounded_in_bytes(top_logprobs: int | None, e
     async def fill() -> None:
         waiting = generation([5], top_logprobs=top_logprobs)
         for _ in range(events):
-            waiting.events.put_nowait(Piece("x"))
+            waiting.events.tell(Piece("x"))
         waiting.check_read()
-        waiting.events.put_nowait(Piece("x"))
+        waiting.events.tell(Piece("x"))
         with pytest.raises(FellBehindError):
             waiting.check_read()
 

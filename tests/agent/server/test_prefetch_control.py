@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from generated import events_of
 
 from spark_agent.output import Output
 from spark_agent.prefetch_trials import Conditions, KeptTrial, find_trial, trial_of
@@ -70,7 +71,7 @@ def engine() -> Iterator[Engine]:
 
 async def text_of(generation: Generation) -> str:
     parts = []
-    async for event in generation.results():
+    async for event in events_of(generation):
         if isinstance(event, Finished):
             return "".join(parts)
         parts.append(event.text)

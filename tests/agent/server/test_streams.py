@@ -52,8 +52,8 @@ def pieces_of(text: str, size: int) -> list[str]:
 async def answering_of(pieces: list[str], reason: Any, calls: Any, *, parallel: bool = True) -> Answering:
     generation = Generation("x", [1, 2, 3], Sampling(), None, ())
     for piece in pieces:
-        generation.events.put_nowait(Piece(piece))
-    generation.events.put_nowait(Finished(reason, 3, 0, len(pieces)))
+        generation.events.tell(Piece(piece))
+    generation.events.tell(Finished(reason, 3, 0, len(pieces)))
     answering = Answering(generation, TaggedParser(calls, TOOLS), parallel=parallel)
     if len(pieces) > 1:
         # As when each piece is sent before the next one comes.

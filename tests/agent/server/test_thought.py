@@ -7,6 +7,7 @@ import contextlib
 import json
 from typing import Any
 
+from generated import events_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -80,7 +81,7 @@ def test_a_thought_that_would_not_end_makes_way_for_the_call() -> None:
             generation = Generation("x", prompt, sampling, 150, (), thought_limit=thought_limit)
             worker.submit(generation)
             parser, events = HarmonyParser({"unit": UNIT}), []
-            async for event in generation.results():
+            async for event in events_of(generation):
                 if isinstance(event, Finished):
                     return merged([*events, *parser.end(cut=event.reason == "length")]), event.reason
                 events += parser.push(event.text)

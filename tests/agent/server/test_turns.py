@@ -7,9 +7,10 @@ import signal
 from typing import Any
 
 import pytest
+from generated import events_of
 
 from spark_agent.errors import SpoolFullError
-from spark_agent.server.generation import Finished, Generation, GenerationReport, Piece
+from spark_agent.server.generation import Events, Finished, Generation, GenerationReport, Piece
 from spark_agent.server.sessions import LiveSessions
 from spark_agent.server.worker import Worker
 from spark_runtime.engine import Engine, EngineOptions
@@ -25,7 +26,7 @@ PROMPTS = ("How are you today?", "Tell me of the sea and of its ships. " * 20, "
 
 async def heard(generation: Generation) -> tuple[str, Any, list[Any]]:
     text, tokens = "", []
-    async for event in generation.results():
+    async for event in events_of(generation):
         if isinstance(event, Finished):
             return text, (event.reason, event.completion_tokens), tokens
         assert isinstance(event, Piece)
@@ -109,7 +110,7 @@ def test_a_grammar_that_hangs_makes_only_its_own_request_wait(monkeypatch: pytes
             worker.submit(alone := followed())
             expected = await heard(alone)
             worker.submit(hanging := followed())
-            first = await hanging.events.get()
+            first = await anext(events_of(hanging))
             (process,) = engine._grammars._lent
             process._process.send_signal(signal.SIGSTOP)
             try:
@@ -142,10 +143,10 @@ def test_the_numbers_of_an_answer_are_there_before_its_end(prompt: int) -> None:
     """Whoever has been answered can ask what it took."""
     order: list[str] = []
 
-    class Followed(Generation):
-        def emit(self, event: Any) -> None:
+    class Followed(Events):
+        def tell(self, event: Any) -> None:
             order.append("error" if isinstance(event, Exception) else type(event).__name__)
-            super().emit(event)
+            super().tell(event)
 
     with Engine.load(demo_model_path(), EngineOptions(n_ctx=512, n_threads=1, n_outputs_max=1)) as engine:
         sessions = LiveSessions(engine.shape, lambda *_: None, lambda: 0.0)
@@ -154,7 +155,8 @@ def test_the_numbers_of_an_answer_are_there_before_its_end(prompt: int) -> None:
 
         async def ask() -> None:
             tokens = engine.tokenize(PROMPTS[0])[:1] * prompt
-            worker.submit(generation := Followed("x", tokens, Sampling(temperature=0.0), 3, ()))
+            generation = Generation("x", tokens, Sampling(temperature=0.0), 3, (), events=Followed())
+            worker.submit(generation)
             await heard(generation)
 
         try:
