@@ -118,7 +118,7 @@ def served(
             between(worker)
             if leaving:
                 worker.submit(gone := Generation("gone", engine.tokenize(PROMPTS[-1]), Sampling(), 400, ()))
-                await gone.events.get()
+                assert await gone.events.wait(60)
                 gone.cancelled.set()
         generations = [
             Generation(f"two{index}", engine.tokenize(prompt), Sampling(temperature=1.0, seed=9 + index), 60, ())
