@@ -86,6 +86,9 @@ class CountRequest(ApiModel):
             template_options=options,
             prefill=prefill,
             thought_tokens=self.thinking.budget_tokens if self.thinking is not None else None,
+            streamed_calls=frozenset(
+                str(tool["name"]) for tool in self.tools or () if tool.get("eager_input_streaming") is True
+            ),
         )
 
     def _schema(self) -> Any:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from spark_agent.dialogue.events import CallBroken, CallEnd, Event, joined
+from spark_agent.dialogue.events import CallBroken, CallEnd, Event, certain, joined
 from spark_agent.dialogue.messages import Message, Tool, ToolChoice
 from spark_agent.dialogue.output_parser import OutputParser, PlainParser
 from spark_agent.server.api_error import ApiError, ContextExceededError
@@ -55,6 +56,8 @@ class Ask:
     """The answer begins with this, and goes on after it."""
     thought_tokens: int | None = None
     """Most tokens of reasoning."""
+    streamed_calls: frozenset[str] = frozenset()
+    """Tools whose arguments a stream tells as they are generated, before it is certain that they are a call's."""
 
     @property
     def size(self) -> int:
@@ -93,10 +96,18 @@ Output = Said | Idle | Ended
 class Answering:
     """One generation's output; the caller goes through it once."""
 
-    def __init__(self, generation: Generation, parser: OutputParser, *, parallel: bool) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        parser: OutputParser,
+        *,
+        parallel: bool,
+        streamed_calls: frozenset[str] = frozenset(),
+    ) -> None:
         self._generation = generation
         self._parser = parser
         self._parallel = parallel
+        self._streamed_calls = streamed_calls
         self._results = generation.results()
         self._next: asyncio.Task[Piece | Finished] | None = None
         self._held: Finished | Exception | None = None
@@ -147,38 +158,45 @@ class Answering:
         self._held = more
         return Piece("".join(texts), tuple(tokens))
 
-    async def outputs(self, *, streamed: bool = True) -> AsyncIterator[Output]:
+    async def outputs(self) -> AsyncIterator[Output]:
         """Everything until the end; raises what the engine raised.
 
-        ``streamed``: for a client that hears of a call before it is whole. What began as a call and is none raises
-        :class:`ApiError` then, so that nobody takes it for one, unless the token limit cut it: then the answer ends
-        there, as in the APIs' own servers. Otherwise it is text.
+        A call comes when it is whole, and what began as one and is none comes as text: a stream says what a whole
+        answer does. But arguments of ``streamed_calls`` come as they are generated. If such a call breaks,
+        :class:`ApiError` is raised, so that nobody takes it for one; if the token limit cuts it, the answer ends there.
         """
+        held: list[Event] = []
+        spoke_s = time.monotonic()
         try:
             while True:
                 event = self._ready()
                 if event is None:
                     if not await self.wait(IDLE_S):
+                        spoke_s = time.monotonic()
                         yield Idle()
                         continue
                     event, self._next = self._pending().result(), None
                 if isinstance(event, Exception):
                     raise event
-                if isinstance(event, Finished):
-                    rest = self._wanted(self._parser.end(cut=event.reason == "length"))
-                    if streamed:
-                        rest = _heard(rest, event)
-                    if rest:
-                        yield Said(rest)
-                    reason = "tool_calls" if self._calls and event.reason == "stop" else event.reason
-                    yield Ended(reason, event)
+                finished = event if isinstance(event, Finished) else None
+                if isinstance(event, Piece):
+                    piece = self._with_what_is_ready(event)
+                    events, tokens = self._parser.push(piece.text), piece.tokens
+                else:
+                    events, tokens = self._parser.end(cut=event.reason == "length"), ()
+                said, held = certain([*held, *self._wanted(events)], self._streamed_calls)
+                said = _heard(said, finished)
+                if said or tokens:
+                    spoke_s = time.monotonic()
+                    yield Said(said, tokens)
+                elif time.monotonic() - spoke_s >= IDLE_S:
+                    # A long call on its way.
+                    spoke_s = time.monotonic()
+                    yield Idle()
+                if finished is not None:
+                    reason = "tool_calls" if self._calls and finished.reason == "stop" else finished.reason
+                    yield Ended(reason, finished)
                     return
-                piece = self._with_what_is_ready(event)
-                said = self._wanted(self._parser.push(piece.text))
-                if streamed:
-                    said = _heard(said)
-                if said or piece.tokens:
-                    yield Said(said, piece.tokens)
         finally:
             await self.close()
 
@@ -186,7 +204,8 @@ class Answering:
         """Everything at once."""
         events: list[Event] = []
         tokens: list[TokenLogprob] = []
-        async for output in self.outputs(streamed=False):
+        self._streamed_calls = frozenset()
+        async for output in self.outputs():
             if isinstance(output, Ended):
                 return events, tokens, output
             if isinstance(output, Said):
@@ -205,7 +224,8 @@ class Answering:
         return joined(wanted)
 
 
-def _heard(events: list[Event], finished: Finished | None = None) -> list[Event]:
+def _heard(events: list[Event], finished: Finished | None) -> list[Event]:
+    """The events, if none takes back what was streamed."""
     if CallBroken() not in events:
         return events
     if finished is None or finished.reason != "length":
@@ -251,4 +271,4 @@ class Exchange:
         except Exception as error:
             raise ApiError.of(error) from error
         parser = prepared.parser or PlainParser()
-        return Answering(generation, parser, parallel=ask.choice.parallel)
+        return Answering(generation, parser, parallel=ask.choice.parallel, streamed_calls=ask.streamed_calls)

@@ -116,6 +116,7 @@ class ChatRequest(Sampled):
     response_format: _ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    tool_stream: bool | None = None
     reasoning_format: Literal["auto", "none", "deepseek"] | None = None
     # Refused by name: an answer without them would look right and be wrong.
     functions: Any = None
@@ -156,6 +157,7 @@ class ChatRequest(Sampled):
             schema_strict=strict,
             reasoning_in_text=self.reasoning_format == "none",
             template_options=options,
+            streamed_calls=frozenset(tool.name for tool in tools if self.tool_stream),
         )
 
     def _schema(self) -> tuple[object | None, bool]:

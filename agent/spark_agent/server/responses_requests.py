@@ -46,6 +46,7 @@ class ResponsesRequest(ApiModel):
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     stream: bool | None = None
+    tool_stream: bool | None = None
     store: bool | None = None
     previous_response_id: str | None = None
     metadata: dict[str, Any] | None = None
@@ -96,6 +97,7 @@ class ResponsesRequest(ApiModel):
             schema=schema,
             schema_strict=strict,
             template_options={} if effort is None else {"reasoning_effort": effort},
+            streamed_calls=frozenset(tool.name for tool in tools.tools if self.tool_stream),
         )
 
     def _schema(self) -> tuple[object | None, bool]:
