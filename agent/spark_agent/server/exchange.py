@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 from spark_agent.dialogue.events import CallBroken, CallEnd, Event, certain, joined
 from spark_agent.dialogue.messages import Message, Tool, ToolChoice
@@ -16,6 +16,7 @@ from spark_agent.server.api_error import ApiError, ContextExceededError
 from spark_agent.server.aside import aside
 from spark_agent.server.generation import Finished, Generation, Piece, TokenLogprob
 from spark_agent.server.prompting import Prompting
+from spark_agent.server.reasoning import ReasoningAsk
 from spark_agent.server.worker import Worker
 from spark_runtime.sampling import Sampling
 
@@ -51,11 +52,9 @@ class Ask:
     schema_strict: bool = False
     reasoning_in_text: bool = False
     """Leave the model's reasoning, and its tags, in the answer."""
-    template_options: dict[str, Any] = field(default_factory=dict)
+    reasoning: ReasoningAsk = field(default_factory=ReasoningAsk)
     prefill: str | None = None
     """The answer begins with this, and goes on after it."""
-    thought_tokens: int | None = None
-    """Most tokens of reasoning."""
     streamed_calls: frozenset[str] = frozenset()
     """Tools whose arguments a stream tells as they are generated, before it is certain that they are a call's."""
 

@@ -11,6 +11,7 @@ from spark_agent.dialogue.messages import Message, ToolCall, ToolChoice
 from spark_agent.server.api_error import ApiError
 from spark_agent.server.exchange import Ask
 from spark_agent.server.generation import MAX_TOP_LOGPROBS
+from spark_agent.server.reasoning import Reasoned
 from spark_agent.server.requests import LIST, STRING, ApiModel, Sampled, refuse, string_or_list, tools_of
 from spark_runtime.sampling import Sampling
 
@@ -103,7 +104,7 @@ class _ResponseFormat(ApiModel):
     json_schema: _JsonSchema | None = None
 
 
-class ChatRequest(Sampled):
+class ChatRequest(Sampled, Reasoned):
     """The body."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
@@ -114,8 +115,6 @@ class ChatRequest(Sampled):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     response_format: _ResponseFormat | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
     tool_stream: bool | None = None
     reasoning_format: Literal["auto", "none", "deepseek"] | None = None
     # Refused by name: an answer without them would look right and be wrong.
@@ -142,9 +141,6 @@ class ChatRequest(Sampled):
         messages = tuple(each.neutral(f"messages[{at}]", names) for at, each in enumerate(self.messages))
         tools = tools_of([_function_in(f"tools[{at}]", value) for at, value in enumerate(self.tools or ())])
         schema, strict = self._schema()
-        options = dict(self.chat_template_kwargs or {})
-        if self.reasoning_effort is not None:
-            options.setdefault("reasoning_effort", self.reasoning_effort)
         return Ask(
             sampling=self.sampling(),
             messages=messages,
@@ -156,7 +152,7 @@ class ChatRequest(Sampled):
             schema=schema,
             schema_strict=strict,
             reasoning_in_text=self.reasoning_format == "none",
-            template_options=options,
+            reasoning=self.thought(),
             streamed_calls=frozenset(tool.name for tool in tools if self.tool_stream),
         )
 

@@ -15,7 +15,8 @@ from spark_agent.dialogue.messages import Message, ToolCall
 from spark_agent.server.api_error import ApiError
 from spark_agent.server.exchange import Ask
 from spark_agent.server.openai_requests import tool_choice_of
-from spark_agent.server.requests import ApiModel, not_shown
+from spark_agent.server.reasoning import Reasoned
+from spark_agent.server.requests import not_shown
 from spark_agent.server.responses_tools import ResponsesTools, arguments_of
 from spark_runtime.sampling import Sampling
 
@@ -29,11 +30,7 @@ _SERVERS_OWN = re.compile(r"(web_search|image_generation|file_search|code_interp
 _PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"})
 
 
-class _Reasoning(ApiModel):
-    effort: str | None = None
-
-
-class ResponsesRequest(ApiModel):
+class ResponsesRequest(Reasoned):
     """The body."""
 
     model: str | None = None
@@ -50,7 +47,6 @@ class ResponsesRequest(ApiModel):
     store: bool | None = None
     previous_response_id: str | None = None
     metadata: dict[str, Any] | None = None
-    reasoning: _Reasoning | None = None
     text: dict[str, Any] | None = None
     background: bool | None = None
     conversation: Any = None
@@ -84,7 +80,6 @@ class ResponsesRequest(ApiModel):
         if self.instructions:
             messages.insert(0, Message("system", self.instructions))
         schema, strict = self._schema()
-        effort = self.reasoning.effort if self.reasoning else None
         return Ask(
             sampling=Sampling(
                 temperature=1.0 if self.temperature is None else self.temperature,
@@ -96,7 +91,7 @@ class ResponsesRequest(ApiModel):
             max_tokens=self.max_output_tokens,
             schema=schema,
             schema_strict=strict,
-            template_options={} if effort is None else {"reasoning_effort": effort},
+            reasoning=self.thought(),
             streamed_calls=frozenset(tool.name for tool in tools.tools if self.tool_stream),
         )
 
