@@ -30,7 +30,7 @@ from spark_agent.running import RunningAgent, RunningAgents, process_started
 from spark_agent.served import ServedSessions
 from spark_agent.server.activity import Activity, ClosedSession, Promise
 from spark_agent.server.app import create_app
-from spark_agent.server.conversations import ChatTurn, Conversations
+from spark_agent.server.conversations import ChatTurn, Conversations, lineage_in
 from spark_agent.server.generation import GenerationReport
 from spark_agent.server.metrics import Metrics
 from spark_agent.server.nearest import WorkloadsHere
@@ -137,19 +137,19 @@ def serve(
     workloads = Workloads(rules, context.output.warning)
     activity = Activity(workload, WorkloadsHere(engine.shape, own) if workload == UNLABELLED else None)
 
-    def close(lineage: str, named: str | None, counts: SessionCounts) -> None:
+    def close(session: str, named: str | None, counts: SessionCounts) -> None:
         told, under = placement.manifest_of(None if counts.misses is None else counts.misses.start)
         live = live_misses(counts, under) if told else None
-        histogram = counts.to_histogram(session_hash(key, lineage), named or workload, live)
+        histogram = counts.to_histogram(session_hash(key, lineage_in(session)), named or workload, live)
         if histogram is not None:
-            spool.add(engine.shape, histogram, served=served.closed(*conversations.began(lineage)))
+            spool.add(engine.shape, histogram, served=served.closed(*conversations.began(session)))
             own.keep(histogram)
             activity.closed(named, _closed(counts, placement.promised_of(counts)))
 
-    def lineage_of(messages: Sequence[ChatTurn]) -> str:
-        lineage = conversations.lineage_of(messages)
-        served.opened(*conversations.began(lineage))
-        return lineage
+    def session_of(messages: Sequence[ChatTurn]) -> str:
+        name = conversations.name_of(messages)
+        served.opened(*conversations.began(name))
+        return name
 
     def complain(error: Exception) -> None:
         context.output.warning(f"session counts could not be kept yet: {error}")
@@ -217,7 +217,7 @@ def serve(
         health={"model": Path(start["model"]).name, "fingerprint": engine.shape.fingerprint},
         stats=lambda: agent_stats(state()),
         lifespan=lifespan,
-        lineage_of=lineage_of,
+        lineage_of=session_of,
         workload_of=workloads,
         extra_routes=[metrics_route(Metrics(state)), *placement_routes(placement)],
         token=token,

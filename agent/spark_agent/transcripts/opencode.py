@@ -92,7 +92,9 @@ def read_opencode(document: dict[str, object]) -> Parsed:
     if not turns:
         raise UnusableError("found an exported session without text, expected user or assistant messages")
     root = reader.root
-    return Parsed(turns, root.lineage(turns[0].text), reader.problems, root.continues, tuple(root.summaries))
+    return Parsed(
+        turns, root.lineage(turns[0].text), reader.problems, root.continues, tuple(root.summaries), root.opened
+    )
 
 
 def _text(value: object) -> str:

@@ -73,7 +73,7 @@ def read_qwen(lines: Iterable[tuple[int, dict[str, object]]], problems: Problems
     if not turns:
         raise UnusableError(problems.nothing())
     root = reader.root
-    return Parsed(turns, root.lineage(turns[0].text), problems, root.continues, tuple(root.summaries))
+    return Parsed(turns, root.lineage(turns[0].text), problems, root.continues, tuple(root.summaries), root.opened)
 
 
 def _result(response: object) -> str:
