@@ -17,7 +17,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from spark_agent import __version__
-from spark_agent.addresses import base_url_of, listening_address
+from spark_agent.addresses import base_url_of, listening_address, reachable
 from spark_agent.chosen_placement import PlacementSource
 from spark_agent.context import AgentContext
 from spark_agent.env import Replacement
@@ -45,6 +45,7 @@ from spark_agent.server.uploader import Uploader
 from spark_agent.server.worker import Worker
 from spark_agent.server.workloads import Workloads
 from spark_agent.spool import Spool
+from spark_agent.tls import ServerTls
 from spark_agent.trust import ManifestTrust
 from spark_agent.upload import FlushReport
 from spark_agent.workload_name import UNLABELLED
@@ -121,6 +122,7 @@ def serve(
     rules: Path | None = None,
     replacement: Replacement = "auto",
     pinned_share: float = 0.0,
+    tls: ServerTls | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM; then finish, keep all counts, and return. ``key`` is that of session hashes.
 
@@ -128,8 +130,8 @@ def serve(
     were started from, and ``source`` where it came from. ``workload`` is that of requests which neither a header nor a
     rule labels. Requests need the ``token`` if there is one, which is kept for ``spark-agent ps``; ``aliases`` are
     further names of the model. ``rules`` is the file of workload rules, which need not be there. ``replacement`` says
-    whether recent traffic moves the slots' priors, and ``pinned_share`` of the slots stay pinned whatever is placed. A
-    second signal ends what runs at once, a third one the process.
+    whether recent traffic moves the slots' priors, and ``pinned_share`` of the slots stay pinned whatever is placed.
+    With ``tls`` nothing but TLS is spoken. A second signal ends what runs at once, a third one the process.
     """
     conversations = Conversations()
     served = ServedSessions(spool, engine.shape.fingerprint, key, context.output.warning)
@@ -196,7 +198,7 @@ def serve(
         lambda: resident_share,
         lambda: _promise(placement.manifest),
     )
-    agent = _described(listener, name, engine.shape.fingerprint, token)
+    agent = _described(listener, name, engine.shape.fingerprint, token, tls)
     described = {"base_url": agent.base_url, **start}
 
     @contextlib.asynccontextmanager
@@ -224,7 +226,13 @@ def serve(
         aliases=aliases,
     )
     observed = Observed(app, app.routes, activity)
-    config = uvicorn.Config(observed, log_level="warning", timeout_graceful_shutdown=_CUT_OFF_S, server_header=False)
+    config = uvicorn.Config(
+        observed,
+        log_level="warning",
+        timeout_graceful_shutdown=_CUT_OFF_S,
+        server_header=False,
+        ssl_context_factory=None if tls is None else lambda _config, _default: tls.context(),
+    )
     server = StoppableServer(config, worker.give_up)
     sys.setswitchinterval(_SWITCH_S)
     with server.signals():
@@ -261,18 +269,22 @@ def _promise(manifest: PlacementManifest | None) -> Promise | None:
     return Promise(expected.cold_hit_rate, expected.low, expected.high, manifest.workload)
 
 
-def _described(listener: socket.socket, name: str, fingerprint: str, token: str | None) -> RunningAgent:
+def _described(
+    listener: socket.socket, name: str, fingerprint: str, token: str | None, tls: ServerTls | None
+) -> RunningAgent:
     host, port = listener.getsockname()[:2]
     return RunningAgent(
         pid=os.getpid(),
         process_started=process_started(os.getpid()),
         host=host,
         port=port,
-        base_url=base_url_of(host, port),
+        base_url=base_url_of(host, port) if tls is None else base_url_of(tls.host_for(reachable(host)), port, "https"),
         model=name[:300],
         fingerprint=fingerprint,
         started_s=time.time(),
         token=token,
+        certificate_sha256=None if tls is None else tls.digest,
+        trust_file=str(tls.cert_file) if tls is not None and tls.self_signed else None,
     )
 
 
