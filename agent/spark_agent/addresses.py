@@ -27,10 +27,10 @@ def reachable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - nothing is bound
 
 
-def base_url_of(host: str, port: int) -> str:
+def base_url_of(host: str, port: int, scheme: str = "http") -> str:
     """The URL of an agent that listens on an address, as this machine reaches it, without a slash at the end."""
     found = reachable(host)
-    return f"http://[{found}]:{port}" if ":" in found else f"http://{found}:{port}"
+    return f"{scheme}://[{found}]:{port}" if ":" in found else f"{scheme}://{found}:{port}"
 
 
 def is_own_address(host: str) -> bool:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import http.client
 import json
-from typing import Any
+import ssl
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from spark_agent.addresses import is_own_address
 from spark_agent.errors import RefusedError, SparkError
+
+if TYPE_CHECKING:
+    from spark_agent.tls import ClientTls
 
 __all__ = ["MAX_ANSWER_BYTES", "ask_agent", "fetch"]
 
@@ -23,11 +27,12 @@ def fetch(
     body: bytes | None = None,
     *,
     token: str | None = None,
+    tls: ClientTls | None = None,
     timeout_s: float,
 ) -> tuple[int, bytes]:
     """Status and content of an agent's answer; raises ``OSError``, ``HTTPException``, ``ValueError`` for one too long.
 
-    ``timeout_s`` is that of each wait, not of the whole.
+    ``timeout_s`` is that of each wait, not of the whole. ``tls`` says how the agent is trusted where it speaks TLS.
     """
     headers = {"Connection": "close"}
     if body is not None:
@@ -35,7 +40,13 @@ def fetch(
     if token is not None:
         headers["Authorization"] = f"Bearer {token}"
     connection = http.client.HTTPConnection(address, port, timeout=timeout_s)
+    if tls is not None:
+        connection = http.client.HTTPSConnection(address, port, timeout=timeout_s, context=tls.context())
     try:
+        if tls is not None:
+            connection.connect()
+            shown = connection.sock
+            tls.check(shown.getpeercert(binary_form=True) if isinstance(shown, ssl.SSLSocket) else None)
         connection.request(method, path, body, headers)
         answer = connection.getresponse()
         content = answer.read(MAX_ANSWER_BYTES + 1)
@@ -47,18 +58,28 @@ def fetch(
 
 
 def ask_agent(
-    base_url: str, method: str, path: str, body: bytes | None = None, *, token: str | None = None, timeout_s: float = 30
+    base_url: str,
+    method: str,
+    path: str,
+    body: bytes | None = None,
+    *,
+    address: str | None = None,
+    token: str | None = None,
+    tls: ClientTls | None = None,
+    timeout_s: float = 30,
 ) -> dict[str, Any]:
-    """The JSON object that an agent answers.
+    """The JSON object that an agent answers. ``address``: where it is reached, if not at the host that its URL names.
 
     Raises :class:`RefusedError` for an address beyond this machine, :class:`SparkError` with the agent's own words for
     an error status, and for an agent that is gone or answers something else.
     """
     parts = urlsplit(base_url)
-    if parts.scheme != "http" or parts.username is not None or not is_own_address(parts.hostname or ""):
+    host = address or parts.hostname or ""
+    scheme = "http" if tls is None else "https"
+    if parts.scheme != scheme or parts.username is not None or not is_own_address(host):
         raise RefusedError(f"{base_url} is not an agent on this machine", "expected http://127.0.0.1:PORT")
     try:
-        status, content = fetch(parts.hostname or "", parts.port, method, path, body, token=token, timeout_s=timeout_s)
+        status, content = fetch(host, parts.port, method, path, body, token=token, tls=tls, timeout_s=timeout_s)
         found = json.loads(content)
     except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
         raise SparkError(f"the agent at {base_url} does not answer: {error}", "see spark-agent ps") from error

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from spark_agent.agent_client import ask_agent
 from spark_agent.errors import SparkError
 from spark_agent.signatures import SignedBy
+
+if TYPE_CHECKING:
+    from spark_agent.tls import ClientTls
 
 __all__ = ["Applied", "RunningAgent", "apply_to_running"]
 
@@ -19,7 +22,15 @@ class RunningAgent(Protocol):
 
     @property
     def base_url(self) -> str:
-        """On loopback."""
+        """As it is told."""
+
+    @property
+    def address(self) -> str:
+        """Where it is reached from this machine."""
+
+    @property
+    def tls(self) -> ClientTls | None:
+        """How it is trusted, where it speaks TLS."""
 
     @property
     def fingerprint(self) -> str:
@@ -67,7 +78,15 @@ def apply_to_running(
         if agent.fingerprint != fingerprint:
             continue
         try:
-            ask_agent(agent.base_url, "POST", "/spark/placement", body, token=agent.token)
+            ask_agent(
+                agent.base_url,
+                "POST",
+                "/spark/placement",
+                body,
+                address=agent.address,
+                token=agent.token,
+                tls=agent.tls,
+            )
         except SparkError as error:
             results.append(Applied(agent.base_url, str(error)))
             say(f"not applied: {error}")

@@ -56,7 +56,9 @@ def _silent(agent: RunningAgent, timeout_s: float) -> Asked:
 
 
 def _stats(agent: RunningAgent, timeout_s: float) -> dict[str, Any]:
-    status, content = fetch(agent.address, agent.port, "GET", "/spark/stats", token=agent.token, timeout_s=timeout_s)
+    status, content = fetch(
+        agent.address, agent.port, "GET", "/spark/stats", token=agent.token, tls=agent.tls, timeout_s=timeout_s
+    )
     if status != http.client.OK:
         raise ValueError(f"it answered {status}")
     stats = json.loads(content)

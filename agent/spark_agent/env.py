@@ -154,6 +154,10 @@ API_KEY = Variable(
 API_KEY_FILE = Variable(
     "SPARKMOE_API_KEY_FILE", "path", None, "File that holds that key, readable by its owner only.", _text
 )
+TLS_CERT_FILE = Variable(
+    "SPARKMOE_TLS_CERT_FILE", "path", None, "Certificate (PEM) by which the agent's own server speaks TLS.", _text
+)
+TLS_KEY_FILE = Variable("SPARKMOE_TLS_KEY_FILE", "path", None, "Key of that certificate (PEM).", _text)
 REPLACEMENT = Variable(
     "SPARKMOE_REPLACEMENT",
     "auto, on, watch or off",
@@ -187,6 +191,8 @@ VARIABLES: tuple[Variable, ...] = (
     SIGNING_KEY,
     API_KEY,
     API_KEY_FILE,
+    TLS_CERT_FILE,
+    TLS_KEY_FILE,
     REPLACEMENT,
 )
 
@@ -210,6 +216,8 @@ class Environment:
     signing_key: str | None = None
     api_key: str | None = field(default=None, repr=False)
     api_key_file: str | None = None
+    tls_cert_file: str | None = None
+    tls_key_file: str | None = None
     replacement: Replacement = "auto"
 
     @classmethod
@@ -229,6 +237,8 @@ class Environment:
             workload_rules=WORKLOAD_RULES.read(source),
             api_key=API_KEY.read(source),
             api_key_file=API_KEY_FILE.read(source),
+            tls_cert_file=TLS_CERT_FILE.read(source),
+            tls_key_file=TLS_KEY_FILE.read(source),
             replacement=REPLACEMENT.read(source),
             do_not_track=DO_NOT_TRACK.read(source),
             no_color=NO_COLOR.read(source),

@@ -84,6 +84,8 @@ class Endpoint:
     """Its token; any text where it asks for none, as tools want one."""
     n_ctx: int | None = None
     """Its context, tokens; ``None`` where it does not say."""
+    trusted: Path | None = None
+    """File of those whom it must trust beyond whom this machine does, PEM: a certificate authority of one's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,8 @@ class Tool:
     """About what its own prompt takes with all its tools, tokens: measured, with a vocabulary of 8192."""
     configure: Callable[[Endpoint, Path], Configured]
     """From where an agent is, and a folder for files."""
+    trust_variables: tuple[str, ...]
+    """That name a file of certificates to trust."""
 
     def cramped(self, n_ctx: int | None) -> bool:
         """Whether a context is known, and leaves less than as much again for work as the tool's own prompt takes."""
@@ -150,6 +154,8 @@ def launch_of(
     ``folder`` is where files are that a tool reads.
     """
     told = tool.configure(endpoint, folder)
+    if endpoint.trusted is not None:
+        told.environment.update(dict.fromkeys(tool.trust_variables, str(endpoint.trusted)))
     removed = [name for name in cloud_variables(variables, keep) if name not in told.environment]
     return Launch((tool.program, *told.arguments, *arguments), told.environment, tuple(removed), told.files)
 
@@ -279,8 +285,18 @@ def _json(value: object) -> str:
 
 
 TOOLS: dict[str, Tool] = {
-    "claude": Tool("claude", "npm install -g @anthropic-ai/claude-code", _CLAUDE_PROMPT, _claude),
-    "codex": Tool("codex", "npm install -g @openai/codex", _CODEX_PROMPT, _codex),
-    "opencode": Tool("opencode", "npm install -g opencode-ai", 8_400, _opencode),
-    "aider": Tool("aider", "python -m pip install aider-install && aider-install", 1_000, _aider),
+    "claude": Tool(
+        "claude", "npm install -g @anthropic-ai/claude-code", _CLAUDE_PROMPT, _claude, ("NODE_EXTRA_CA_CERTS",)
+    ),
+    "codex": Tool(
+        "codex", "npm install -g @openai/codex", _CODEX_PROMPT, _codex, ("CODEX_CA_CERTIFICATE", "SSL_CERT_FILE")
+    ),
+    "opencode": Tool("opencode", "npm install -g opencode-ai", 8_400, _opencode, ("NODE_EXTRA_CA_CERTS",)),
+    "aider": Tool(
+        "aider",
+        "python -m pip install aider-install && aider-install",
+        1_000,
+        _aider,
+        ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"),
+    ),
 }

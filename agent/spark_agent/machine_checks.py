@@ -75,7 +75,11 @@ def port_line(host: str, port: int) -> str:
     except OSError as error:
         try:
             registered = RunningAgents.of_this_machine().listening_on(host, port)
-            found = ask_agent(base_url_of(host, port), None if registered is None else registered.token)
+            found = (
+                ask_agent(base_url_of(host, port), None)
+                if registered is None
+                else ask_agent(registered.base_url, registered.token, registered.tls, address=registered.address)
+            )
         except SparkError:
             raise SparkError(
                 f"port {port} of {host} cannot be used: {error.strerror}",

@@ -12,13 +12,16 @@ import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from spark_agent.addresses import EVERY, reachable
 from spark_agent.files import replacing
 from spark_agent.paths import agents_dir, ensure_private_dir
+
+if TYPE_CHECKING:
+    from spark_agent.tls import ClientTls
 
 __all__ = ["RunningAgent", "RunningAgents", "process_started"]
 
@@ -45,6 +48,19 @@ class RunningAgent(BaseModel):
     """Seconds since the epoch."""
     token: Annotated[str | None, Field(max_length=4096, repr=False)] = None
     """What its API asks for, if anything."""
+    certificate_sha256: Annotated[str | None, Field(pattern="^[0-9a-f]{64}$")] = None
+    """Of its certificate, where it speaks TLS."""
+    trust_file: Annotated[str | None, Field(max_length=4096)] = None
+    """Its certificate's file, where nobody else vouches for that: what tools must be told to trust."""
+
+    @property
+    def tls(self) -> ClientTls | None:
+        """How it is trusted, where it speaks TLS."""
+        if self.certificate_sha256 is None:
+            return None
+        from spark_agent.tls import ClientTls
+
+        return ClientTls(self.certificate_sha256)
 
     @property
     def address(self) -> str:

@@ -1,10 +1,17 @@
-"""Which conversations were served here, so that recording their transcripts does not count them a second time.
+"""Which conversations were served here, and which recorded, so that none is counted a second time.
 
 A transcript is not the tokens that were served: tools add a system prompt and what they know of the folder, which stand
 in no transcript. So whole conversations are compared, by what both have: their root (:mod:`spark_agent.transcripts.
 lineage`). Where that is too short to tell conversations apart, transcripts add its time; then a served conversation is
-the same one if it began within two minutes of it. Kept are keyed digests alone, on this machine only: without the
-session key they say nothing, and no time can be read from them.
+the same one if it began within two minutes of it, or if the person's first messages together are long enough and the
+same. Kept are keyed digests alone, on this machine only: without the session key they say nothing, and no time can be
+read from them.
+
+Who counts a conversation first counts all of it. One that was served is left out when its transcript is recorded. One
+that was recorded is left out when it goes on here: recording it again counts what is new. The spool decides, in the
+transaction that keeps either's counts, so it does not matter how requests and recordings overlap. A conversation that
+was recorded when all that the person had written was short cannot be told when it goes on here much later: then those
+first words and the answers to them are counted twice, in the prompt of what follows.
 """
 
 from __future__ import annotations
@@ -37,7 +44,7 @@ MAX_QUEUED = 4096
 
 
 def marks_of_served(key: bytes, roots: Iterable[str], began_at: float | None) -> list[bytes]:
-    """Digests of a served conversation: of the lineages that its root alone has, and of each with its first minute.
+    """Digests of a served conversation: of what tells it by its messages alone, and of each with its first minute.
 
     ``began_at`` in seconds since the epoch, if it is known when its first request came.
     """
@@ -50,10 +57,12 @@ def marks_of_served(key: bytes, roots: Iterable[str], began_at: float | None) ->
 
 
 def marks_of_transcript(key: bytes, transcript: Transcript) -> list[bytes]:
-    """Digests of a transcript: it was served here if any of them is known."""
+    """Digests of a transcript: it was served here if any of them is known; a conversation was recorded likewise."""
     found = [_mark(key, transcript.lineage)]
     opened = transcript.opened
-    if opened is not None:
+    if opened is not None and opened.more is not None:
+        found.append(_mark(key, opened.more))
+    if opened is not None and opened.at is not None:
         minute = int(datetime.fromisoformat(opened.at).timestamp() // _MINUTE_S)
         found += [_mark(key, opened.lineage, minute + off) for off in range(-_MINUTES_OFF, _MINUTES_OFF + 1)]
     return found

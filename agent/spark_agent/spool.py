@@ -119,14 +119,19 @@ class Spool:
         model: ModelShape,
         session: SessionHistogram,
         counted: Sequence[Stretch] = (),
+        *,
         served: Sequence[bytes] = (),
+        transcribed: Sequence[bytes] = (),
+        even_if_served: bool = False,
     ) -> bool:
         """Keep a session's counts; return once they would survive a power cut.
 
-        ``counted`` says which stretches of a recorded conversation they are of, for :meth:`recorded`; ``served`` are
-        the marks of a served one, for :meth:`was_served`.
+        ``counted`` says which stretches of a recorded conversation they are of, for :meth:`recorded`, and
+        ``transcribed`` are its marks; ``served`` are the marks of a served one. Who counts a conversation first counts
+        all of it (:mod:`spark_agent.served`).
 
-        ``False``: the same counts are here already, were uploaded, or were rejected. Raises
+        ``False``: the same counts are here already, were uploaded, or were rejected; or they are of a served
+        conversation that recordings count, or of a recorded one that was served, unless ``even_if_served``. Raises
         :class:`~spark_schemas.invariants.InvariantError` for counts that cannot be true and
         :class:`SpoolFullError` when there is no room; then nothing has changed. Anything but a histogram is refused
         with :class:`RefusedError`.
@@ -146,8 +151,13 @@ class Spool:
             )
         content_id = session.content_id(model.fingerprint)
         with self._writing() as connection:
+            if spool_served.is_recorded(connection, model.fingerprint, served) or (
+                not even_if_served and spool_served.is_served(connection, model.fingerprint, transcribed)
+            ):
+                return False
             spool_recorded.note(connection, model.fingerprint, session, content_id, counted)
-            spool_served.note(connection, model.fingerprint, served, content_id)
+            spool_served.note_recorded(connection, model.fingerprint, transcribed, content_id)
+            spool_served.note_served(connection, model.fingerprint, served, content_id)
             if _is_known(connection, content_id):
                 return False
             connection.execute(
@@ -165,7 +175,7 @@ class Spool:
             return spool_recorded.of_session(connection, fingerprint, session_hash, workload)
 
     def note_open(self, fingerprint: str, marks: Sequence[bytes]) -> None:
-        """Remember a conversation that is being served, of which counts will come."""
+        """Remember a conversation that is being served, of which counts will come, unless recordings count it."""
         with self._writing() as connection:
             spool_served.note_open(connection, fingerprint, marks)
 
@@ -175,9 +185,9 @@ class Spool:
             spool_served.forget_open(connection, fingerprint)
 
     def was_served(self, fingerprint: str, marks: Sequence[bytes]) -> bool:
-        """Whether a conversation is being served, or its counts are here or were uploaded."""
+        """Whether a conversation is being served, or its counts as served are here or were uploaded."""
         with self._reading() as connection:
-            return spool_served.is_known(connection, fingerprint, marks)
+            return spool_served.is_served(connection, fingerprint, marks)
 
     def pending(self, limit: int | None = None) -> list[PendingRow]:
         """Return the waiting rows, oldest first, without their counts."""

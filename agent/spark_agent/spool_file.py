@@ -19,7 +19,7 @@ from spark_agent.paths import ensure_private_dir
 
 __all__ = ["BUSY_TIMEOUT_S", "SCHEMA_VERSION", "explained", "open_database", "transaction"]
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 BUSY_TIMEOUT_S = 10.0
 _APPLICATION_ID = 0x53504B31  # "SPK1"
 
@@ -50,6 +50,18 @@ _SINCE_VERSION_3 = (
     ) STRICT
     """,
     "CREATE INDEX served_by_content ON served (content_id)",
+)
+_SINCE_VERSION_4 = (
+    """
+    CREATE TABLE transcribed (
+        seq INTEGER PRIMARY KEY AUTOINCREMENT,
+        fingerprint TEXT NOT NULL,
+        mark BLOB NOT NULL,
+        content_id TEXT NOT NULL,
+        UNIQUE (mark, fingerprint, content_id)
+    ) STRICT
+    """,
+    "CREATE INDEX transcribed_by_content ON transcribed (content_id)",
     f"PRAGMA user_version = {SCHEMA_VERSION}",
 )
 
@@ -92,6 +104,7 @@ _SCHEMA = (
     f"PRAGMA application_id = {_APPLICATION_ID}",
     *_SINCE_VERSION_2,
     *_SINCE_VERSION_3,
+    *_SINCE_VERSION_4,
 )
 
 _NO_ROOM = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE}
@@ -189,7 +202,7 @@ def _missing(connection: sqlite3.Connection) -> list[str]:
     )
     if application == 0:
         return list(_SCHEMA)
-    later = ((2, _SINCE_VERSION_2), (3, _SINCE_VERSION_3))
+    later = ((2, _SINCE_VERSION_2), (3, _SINCE_VERSION_3), (4, _SINCE_VERSION_4))
     return [statement for since, statements in later if version < since for statement in statements]
 
 

@@ -1,4 +1,4 @@
-"""How many chat templates take conversations as coding tools send them, as they come and rearranged.
+"""How many chat templates take conversations as coding tools send them, as they come and rearranged, and their calls.
 
     python infra/benchmarks/chat_templates.py FOLDER
 
@@ -92,7 +92,7 @@ def main() -> None:
     found = sorted(parser.parse_args().folder.glob("*.jinja"))
     if not found:
         sys.exit("no *.jinja files there")
-    as_sent = rearranged = 0
+    as_sent = rearranged = native = 0
     for path in found:
         print(path.stem, file=sys.stderr)
         engine: Any = _NoEngine(path.read_text(encoding="utf-8"))
@@ -100,8 +100,12 @@ def main() -> None:
         whole, mended = (all(_kept(chat, shape, arranged=how) for shape in SHAPES) for how in (False, True))
         as_sent += whole
         rearranged += mended
-        print(f"{path.stem:50} {'as sent' if whole else 'rearranged' if mended else 'not at all'}")
-    print(f"{len(found)} templates: {as_sent} take everything as it is sent, {rearranged} after arrangement")
+        form = Prompting(chat).output_format
+        native += form.native
+        taken = "as sent" if whole else "rearranged" if mended else "not at all"
+        print(f"{path.stem:50} {taken:12} {form.name}")
+    print(f"{len(found)} templates: {as_sent} take everything as it is sent, {rearranged} after arrangement;")
+    print(f"calls of {native} are read as their templates show them")
 
 
 if __name__ == "__main__":

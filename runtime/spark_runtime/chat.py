@@ -11,6 +11,7 @@ from typing import Any
 from spark_runtime.engine import Engine
 from spark_runtime.errors import ChatTemplateError
 from spark_runtime.prompt_tokens import PromptTokenizer
+from spark_runtime.templates import ChatTemplate
 
 __all__ = ["ChatFormat", "TemplateSupport"]
 
@@ -63,31 +64,20 @@ class TemplateSupport:
 
 
 class ChatFormat:
-    """A model's chat template, run in a sandbox: templates come with model files, which are not trusted."""
+    """A model's chat template, and what it can say."""
 
     def __init__(self, engine: Engine) -> None:
-        from jinja2 import TemplateError
-
-        self._errors = (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
         self._engine = engine
         self._tokenizer = PromptTokenizer(engine)
         self._bos = engine.special_text("bos")
         self.template = engine.chat_template or _CHATML
         """The template's own text."""
-        self._format = self._formatter(self.template)
+        self._format = self._template(self.template)
         for_tools = engine.tool_template
-        self._tool_format = self._formatter(for_tools) if for_tools else self._format
+        self._tool_format = self._template(for_tools) if for_tools else self._format
 
-    def _formatter(self, template: str) -> Any:
-        from jinja2 import TemplateError
-        from llama_cpp.llama_chat_format import Jinja2ChatFormatter
-
-        try:
-            return Jinja2ChatFormatter(
-                template=template, eos_token=self._engine.special_text("eos"), bos_token=self._bos
-            )
-        except TemplateError as error:
-            raise ChatTemplateError(f"the model's chat template cannot be read: {error}") from error
+    def _template(self, source: str) -> ChatTemplate:
+        return ChatTemplate(source, {"bos_token": self._bos, "eos_token": self._engine.special_text("eos")})
 
     def prompt(
         self,
@@ -106,14 +96,9 @@ class ChatFormat:
         concerns_tools = bool(tools) or any("tool_calls" in each or each["role"] == "tool" for each in messages)
         return self._run(self._tool_format if concerns_tools else self._format, messages, declared, own)
 
-    def _run(self, form: Any, messages: list[Any], tools: Any, options: Mapping[str, Any]) -> str:
-        try:
-            return str(form(messages=messages, tools=tools, **options).prompt)
-        except (*self._errors, RecursionError) as error:
-            raise ChatTemplateError(
-                f"the model's chat template rejects these messages: {error}",
-                "check the order of roles and that every content is text",
-            ) from error
+    def _run(self, form: ChatTemplate, messages: list[Any], tools: Any, options: Mapping[str, Any]) -> str:
+        given = dict.fromkeys(("functions", "function_call", "tool_choice"))
+        return form.render({**options, **given, "messages": messages, "tools": tools, "add_generation_prompt": True})
 
     @cached_property
     def _no_tools(self) -> list[Any] | None:

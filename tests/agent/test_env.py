@@ -39,6 +39,8 @@ def test_every_value_is_read():
             "SPARKMOE_SIGNING_KEY": KEY,
             "SPARKMOE_API_KEY": "key_1",
             "SPARKMOE_API_KEY_FILE": "/run/secrets/key",
+            "SPARKMOE_TLS_CERT_FILE": "/etc/tls/cert.pem",
+            "SPARKMOE_TLS_KEY_FILE": "/etc/tls/key.pem",
             "SPARKMOE_REPLACEMENT": "watch",
         }
     )
@@ -58,6 +60,8 @@ def test_every_value_is_read():
         KEY,
         "key_1",
         "/run/secrets/key",
+        "/etc/tls/cert.pem",
+        "/etc/tls/key.pem",
         "watch",
     )
     assert "spk_1" not in repr(found)

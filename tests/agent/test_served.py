@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from spark_agent.dialogue.messages import Message
 from spark_agent.errors import SpoolFullError
 from spark_agent.served import MAX_TOLD, ServedSessions, marks_of_served, marks_of_transcript
-from spark_agent.server.conversations import Conversations
+from spark_agent.server.conversations import Conversations, lineage_in
 from spark_agent.spool import Spool
 from spark_agent.transcripts import Transcript, read_transcripts
 
@@ -44,7 +44,7 @@ def transcript(folder: Path, *messages: tuple[str, str], at: str = "2026-07-13T1
 def served(*requests: list[tuple[str, str]], at: float = NOON) -> set[bytes]:
     """Marks of the conversation that requests belong to."""
     conversations = Conversations(wall=lambda: at)
-    lineages = {conversations.lineage_of([Message(role, text) for role, text in request]) for request in requests}
+    lineages = {conversations.name_of([Message(role, text) for role, text in request]) for request in requests}
     (lineage,) = lineages
     return set(marks_of_served(KEY, *conversations.began(lineage)))
 
@@ -225,3 +225,47 @@ def test_a_disk_that_does_not_answer_costs_no_memory(spool: Spool, monkeypatch):
     sessions.stop()
     assert spool.was_served("mf1-a", marks_of_served(KEY, ["0"], None))
     assert not spool.was_served("mf1-a", marks_of_served(KEY, ["8"], None))
+
+
+MORE = "Then write the tests for it, and say in the README how to run them with coverage."
+
+
+@pytest.mark.parametrize("at", ["2026-07-13T12:00", "2020-01-01T00:00"])
+def test_a_short_opening_is_told_by_what_follows_it(tmp_path, at):
+    """Resumed on another day: the history that its tool sends is enough."""
+    said = [("user", "hi"), ("assistant", "Hello."), ("user", MORE)]
+    marks = served(said)
+    assert is_same(marks, transcript(tmp_path, *said, ("assistant", "Done."), at=at))
+    assert is_same(marks, transcript(tmp_path, *said, ("assistant", "Done."), ("user", "Thanks."), at=at))
+    other = [*said[:2], ("user", f"In Rust: {MORE}")]
+    assert not is_same(marks, transcript(tmp_path, *other, at="2020-01-01T00:00"))
+
+
+def test_conversations_that_meet_in_a_short_opening_are_sessions_of_their_own():
+    conversations = Conversations()
+    first = [Message("user", "hi"), Message("assistant", "Hello."), Message("user", MORE)]
+    second = [*first[:2], Message("user", f"In Rust: {MORE}")]
+    names = [conversations.name_of(messages) for messages in (first[:1], first, second)]
+    assert len(set(names)) == 3
+    assert len({lineage_in(name) for name in names}) == 1
+    assert conversations.name_of([*first, Message("assistant", "Done."), Message("user", "Thanks.")]) == names[1]
+    # Which of the two was summarised is known, too.
+    asking = Message("user", "create a detailed summary of the conversation")
+    conversations.name_of([*second, Message("assistant", "Done."), asking])
+    assert conversations.name_of([Message("user", SUMMARY)]) == names[2]
+
+
+def test_who_counts_a_conversation_first_counts_all_of_it(spool: Spool, make_model, make_session):
+    model = make_model()
+    of = model.fingerprint
+    assert spool.add(model, make_session(model, 1), transcribed=[b"a", b"b"])
+    spool.note_open(of, [b"b", b"c"])
+    assert not spool.was_served(of, [b"b", b"c"]), "recordings count it"
+    assert not spool.add(model, make_session(model, 2), served=[b"b", b"c"])
+    assert spool.add(model, make_session(model, 3), transcribed=[b"a"])
+    spool.note_open(of, [b"d"])
+    assert not spool.add(model, make_session(model, 4), transcribed=[b"d"]), "it came to be served in the meantime"
+    assert spool.add(model, make_session(model, 4), transcribed=[b"d"], even_if_served=True)
+    assert spool.add(model, make_session(model, 5), served=[b"d"]), "and goes on to be"
+    spool.purge()
+    assert spool.add(model, make_session(model, 2), served=[b"b"]), "nothing counts it any more"

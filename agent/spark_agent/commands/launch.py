@@ -20,6 +20,7 @@ from spark_agent.launch import TOOLS, Endpoint, Launch, launch_of
 from spark_agent.paths import api_key_path, ensure_private_dir, launch_dir
 from spark_agent.running import RunningAgents
 from spark_agent.running_agent import ask_agent
+from spark_agent.tls import ClientTls
 from spark_schemas.local_address import is_loopback
 
 if TYPE_CHECKING:
@@ -43,6 +44,10 @@ def launch_command(
             help="File of the agent's key; left out: SPARKMOE_API_KEY, else what agents here were started with."
         ),
     ] = None,
+    tls: Annotated[bool, typer.Option("--tls", help="The agent speaks TLS; known of those that run here.")] = False,
+    tls_ca_file: Annotated[
+        Path | None, typer.Option(help="Who signed its certificate, PEM, or that itself; means --tls.")
+    ] = None,
     keep: Annotated[
         list[str] | None, typer.Option(help="Variable to leave in the tool's environment; may be repeated.")
     ] = None,
@@ -59,13 +64,12 @@ def launch_command(
         raise SparkError("--json describes what --dry-run would run", "add --dry-run", exit_code=2)
     environment = context.environment
     where = host or environment.host, port or environment.port
-    address = base_url_of(*where)
     key = _key_of(context, api_key_file, *where)
-    found = ask_agent(address, key)
+    found, trusted = _found(where, key, tls=tls or tls_ca_file is not None, ca_file=tls_ca_file)
     chosen, served = TOOLS[tool], _model_of(found, model)
 
     def launched(shown_key: str) -> Launch:
-        endpoint = Endpoint(found.base_url, served, shown_key, found.n_ctx)
+        endpoint = Endpoint(found.base_url, served, shown_key, found.n_ctx, trusted)
         return launch_of(chosen, endpoint, arguments or [], os.environ, keep or [], folder=launch_dir())
 
     if chosen.cramped(found.n_ctx):
@@ -103,6 +107,22 @@ def launch_command(
         os.execve(program, launch.arguments, launch.environment_of(os.environ))  # noqa: S606
     except OSError as error:
         raise SparkError(f"cannot run {program}: {error.strerror}", chosen.install) from error
+
+
+def _found(
+    where: tuple[str, int], key: str | None, *, tls: bool, ca_file: Path | None
+) -> tuple[AgentInfo, Path | None]:
+    """What the agent says, and the file of those whom its tool must be told to trust, if any."""
+    registered = RunningAgents.of_this_machine().listening_on(*where)
+    if registered is None:
+        if not tls:
+            return ask_agent(base_url_of(*where), key), None
+        trust = ca_file if ca_file is None else ca_file.absolute()
+        return ask_agent(base_url_of(*where, "https"), key, ClientTls(ca_file=trust)), trust
+    found = ask_agent(registered.base_url, key, registered.tls, address=registered.address)
+    if ca_file is not None:
+        return found, ca_file.absolute()
+    return found, None if registered.trust_file is None else Path(registered.trust_file)
 
 
 def _key_of(context: AgentContext, file: Path | None, host: str, port: int) -> str | None:

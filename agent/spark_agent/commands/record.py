@@ -231,9 +231,8 @@ def _record(
             if isinstance(item, Skipped):
                 report.skipped.append({"source": str(item.source), "reason": item.reason})
                 continue
-            was_served = not (demo or include_served) and spool.was_served(
-                engine.shape.fingerprint, marks_of_transcript(key, item)
-            )
+            marks = [] if demo else marks_of_transcript(key, item)
+            was_served = not include_served and spool.was_served(engine.shape.fingerprint, marks)
             report.served += was_served
             if was_served and traces is None:
                 advance(1)
@@ -254,7 +253,17 @@ def _record(
             if left and (traces is None or not is_new):
                 counts = record(engine, segments, only=left, before_step=check_interrupt)
             histogram = counts.to_histogram(hashed, workload) if left else None
-            added = histogram is not None and spool.add(engine.shape, histogram, stretches(key, tokens, left))
+            added = histogram is not None and spool.add(
+                engine.shape,
+                histogram,
+                stretches(key, tokens, left),
+                transcribed=marks,
+                even_if_served=include_served,
+            )
+            # It may have come to be served while it was computed here.
+            if not (added or was_served or include_served) and spool.was_served(engine.shape.fingerprint, marks):
+                report.served += 1
+                continue
             report.note(workload, segments, sum(end - start for start, end in left) if added else 0)
             advance(1)
         dropped = spool.stats().dropped - dropped

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from spark_agent.addresses import listening_address
+from spark_agent.addresses import listening_address, reachable
 from spark_agent.chosen_placement import ChosenPlacement, choose_placement
 from spark_agent.consent import ask_once
 from spark_agent.context import AgentContext, warn_about_counting
@@ -35,6 +35,7 @@ from spark_schemas.mix import Mix
 if TYPE_CHECKING:
     from spark_agent.api_key import ApiKey
     from spark_agent.env import Replacement
+    from spark_agent.tls import ServerTls
     from spark_runtime.engine import Engine
     from spark_runtime.gguf_file import GgufModel
     from spark_runtime.tier_plan import TierPlan
@@ -72,6 +73,11 @@ def run_command(
         Path | None,
         typer.Option(help="File of the key that requests must bear; left out: none on loopback, else one is made."),
     ] = None,
+    tls_cert_file: Annotated[
+        Path | None,
+        typer.Option(help="Certificate, PEM, with those that vouch for it: TLS is spoken, and nothing else."),
+    ] = None,
+    tls_key_file: Annotated[Path | None, typer.Option(help="The certificate's key, PEM, not encrypted.")] = None,
     ctx: Annotated[
         int, typer.Option(min=0, help="Context, tokens; 0: the manifest's, else the longest that costs little.")
     ] = 0,
@@ -163,6 +169,7 @@ def run_command(
         rules,
         replacement or context.environment.replacement,
         tuple(alias or ()),
+        _tls(context, tls_cert_file, tls_key_file),
     )
     context = ask_once(context)
     _serve(
@@ -207,6 +214,7 @@ class _Serving:
     rules: Path
     replacement: Replacement
     aliases: tuple[str, ...]
+    tls: ServerTls | None
 
     def api_key(self, context: AgentContext) -> ApiKey | None:
         """What requests must bear; beyond loopback always something."""
@@ -217,13 +225,29 @@ class _Serving:
         if key is None and beyond:
             key = own_api_key()
         if beyond:
+            open_line = "" if self.tls is not None else "; nothing is encrypted"
             context.output.warning(
-                f"listening on {self.host}: whoever reaches it and has the key can use this model; nothing is encrypted"
+                f"listening on {self.host}: whoever reaches it and has the key can use this model{open_line}"
             )
+        if beyond and self.tls is None:
             context.output.hint(
-                "in a network that you do not trust: listen on 127.0.0.1 and use ssh -L, or TLS in front"
+                "in a network that you do not trust: --tls-cert-file and --tls-key-file, or listen on 127.0.0.1 and "
+                "use ssh -L"
             )
         return key
+
+
+def _tls(context: AgentContext, cert_file: Path | None, key_file: Path | None) -> ServerTls | None:
+    """What the options name, else the environment: never a certificate of the one with a key of the other."""
+    named = cert_file, key_file
+    if named == (None, None):
+        from_environment = context.environment.tls_cert_file, context.environment.tls_key_file
+        if from_environment == (None, None):
+            return None
+        cert_file, key_file = (None if each is None else Path(each) for each in from_environment)
+    from spark_agent.tls import read_server_tls
+
+    return read_server_tls(cert_file, key_file, context.output.warning)
 
 
 def _serve(context: AgentContext, load: _Load, serving: _Serving, workload: str) -> None:
@@ -233,6 +257,10 @@ def _serve(context: AgentContext, load: _Load, serving: _Serving, workload: str)
 
     api_key = serving.api_key(context)
     token = None if api_key is None else api_key.value
+    if serving.tls is not None:
+        host = serving.tls.host_for(reachable(str(listening_address(serving.host))))
+        if not serving.tls.covers(host):
+            context.output.warning(f"the certificate is not for {host}: clients that reach the agent there refuse it")
     with bind(serving.host, serving.port, token=token) as listener, context.spool() as spool:
         key = context.session_key()
         planned = make_run_plan(load.file, load.shape, load.tiers, load.chosen, load.ctx, prefetch=load.prefetch)
@@ -276,6 +304,7 @@ def _serve(context: AgentContext, load: _Load, serving: _Serving, workload: str)
                 replacement=serving.replacement,
                 pinned_share=load.tiers.pinned_share,
                 prefetch=prefetch,
+                tls=serving.tls,
             )
             if engine.tier is not None:
                 keep_guesses(engine.tier, engine.shape.fingerprint, context.output)

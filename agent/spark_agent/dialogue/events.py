@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Reasoning",
     "Text",
     "call_events",
+    "certain",
     "joined",
     "merged",
     "sendable",
@@ -104,6 +105,25 @@ def joined(events: Iterable[Event]) -> list[Event]:
         else:
             result.append(event)
     return result
+
+
+def certain(events: Iterable[Event], streamed: Collection[str] = ()) -> tuple[list[Event], list[Event]]:
+    """The events that nothing takes back, without calls that broke, and the beginning of a call that may yet break.
+
+    Calls of the tools in ``streamed`` are told as they come all the same, with :class:`CallBroken`.
+    """
+    told: list[Event] = []
+    begun: list[Event] = []
+    for event in events:
+        if begun or (isinstance(event, CallStart) and event.name not in streamed):
+            begun.append(event)
+            if isinstance(event, CallEnd):
+                told += begun
+            if isinstance(event, CallEnd | CallBroken):
+                begun = []
+        else:
+            told.append(event)
+    return joined(told), joined(begun)
 
 
 def merged(events: Iterable[Event]) -> list[Part]:

@@ -12,6 +12,7 @@ from pydantic import Field
 from spark_agent.dialogue.messages import Message, ToolCall, ToolChoice
 from spark_agent.server.api_error import ApiError
 from spark_agent.server.exchange import Ask
+from spark_agent.server.reasoning import Reasoned
 from spark_agent.server.requests import ApiModel, kind_of, newest_question, not_shown, tools_of
 from spark_runtime.sampling import Sampling
 
@@ -19,7 +20,6 @@ __all__ = ["CountRequest", "MessagesRequest"]
 
 _FILES = frozenset({"image", "document"})
 _HEADER = re.compile(r"x-anthropic-billing-header:[^\n]*\n?")
-_EFFORTS = {"xhigh": "high", "max": "high"}
 _SERVERS_OWN = re.compile(r"redacted_thinking|server_tool_use|.+_tool_result")
 """What Anthropic's own servers put into a conversation that began there: nothing that a model here could have said."""
 
@@ -27,11 +27,6 @@ _SERVERS_OWN = re.compile(r"redacted_thinking|server_tool_use|.+_tool_result")
 class _Message(ApiModel):
     role: Literal["user", "assistant", "system"]
     content: Any
-
-
-class _Thinking(ApiModel):
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Field(ge=1)] | None = None
 
 
 class _Format(ApiModel):
@@ -44,7 +39,7 @@ class _OutputConfig(ApiModel):
     format: _Format | None = None
 
 
-class CountRequest(ApiModel):
+class CountRequest(Reasoned):
     """The body of a count: all that decides the prompt."""
 
     model: str | None = None
@@ -52,7 +47,6 @@ class CountRequest(ApiModel):
     system: Any = None
     tools: list[Any] | None = None
     tool_choice: Any = None
-    thinking: _Thinking | None = None
     output_config: _OutputConfig | None = None
     output_format: _Format | None = None
 
@@ -71,12 +65,10 @@ class CountRequest(ApiModel):
             prefill = messages.pop().text
         if not messages:
             raise _invalid("messages: expected a message of user", "messages")
-        options: dict[str, Any] = {}
-        if self.thinking is not None:
-            options["enable_thinking"] = self.thinking.type != "disabled"
+        thought = self.thought()
         if self.output_config is not None and self.output_config.effort is not None:
-            # No open model knows more than high.
-            options["reasoning_effort"] = _EFFORTS.get(self.output_config.effort, self.output_config.effort)
+            # It is one of the whole answer, and does not say that there is to be reasoning.
+            thought = replace(thought, effort=self.output_config.effort)
         return Ask(
             sampling=self.sampling(),
             messages=tuple(messages),
@@ -84,9 +76,11 @@ class CountRequest(ApiModel):
             choice=_choice(self.tool_choice, {tool.name for tool in tools}),
             schema=self._schema(),
             schema_strict=True,
-            template_options=options,
+            reasoning=thought,
             prefill=prefill,
-            thought_tokens=self.thinking.budget_tokens if self.thinking is not None else None,
+            streamed_calls=frozenset(
+                str(tool["name"]) for tool in self.tools or () if tool.get("eager_input_streaming") is True
+            ),
         )
 
     def _schema(self) -> Any:

@@ -4,6 +4,9 @@ Coding tools send the whole conversation with each request. Its root, found as i
 conversation that is continued, forked or resumed has the same one, and so has its transcript when that is recorded
 later. Beside it they send requests of their own, for a title or a summary, which quote the conversation: those have
 its lineage too. The system prompt is no part of it: tools write the date and the state of the folder into it.
+
+Where the root is short ("hi"), unrelated conversations meet in one lineage. Their sessions are kept apart by what the
+person wrote first over several messages, as soon as that is enough: a session's name is the lineage and that.
 """
 
 from __future__ import annotations
@@ -18,11 +21,12 @@ from typing import Any, Protocol
 
 from spark_agent.transcripts.lineage import RootFinder, as_typed
 
-__all__ = ["ChatTurn", "Conversations", "lineage_of"]
+__all__ = ["ChatTurn", "Conversations", "lineage_in", "lineage_of"]
 
 MAX_REMEMBERED = 1024
 MAX_ROOTS = 16
 """Of one conversation, the newest: each time it is restarted it has another."""
+_JOINT = "+"
 SUMMARY_TIMEOUT_S = 30 * 60.0
 """How long after being asked for its summary a conversation may be restarted with it."""
 _ASKED_SO_FAR = "What did we do so far?"
@@ -74,6 +78,11 @@ def lineage_of(messages: Sequence[ChatTurn]) -> str:
     return _root(messages).lineage
 
 
+def lineage_in(name: str) -> str:
+    """The lineage in a session's name."""
+    return name.partition(_JOINT)[0]
+
+
 class Conversations:
     """Names conversations, and knows one again that its tool restarts with a summary (compaction).
 
@@ -89,51 +98,50 @@ class Conversations:
         self._lock = threading.Lock()
         self._asked: OrderedDict[str, float] = OrderedDict()
         self._continued: OrderedDict[str, str] = OrderedDict()
-        """Lineage by the lineage that the restarted conversation alone would have."""
+        """Name by the name that the restarted conversation alone would have."""
 
-    def lineage_of(self, messages: Sequence[ChatTurn]) -> str:
-        """The lineage of a conversation; raises ``ValueError`` without messages."""
+    def name_of(self, messages: Sequence[ChatTurn]) -> str:
+        """The name of a conversation's session; raises ``ValueError`` without messages."""
         root = _root(messages)
         asked = _asks_for_summary(messages)
-        lineage = root.lineage
+        name = root.name
         with self._lock:
             if root.is_summary or root.restarted:
-                lineage = self._before(root)
+                name = self._before(root)
             if asked:
-                self._asked[lineage] = self._clock()
-                self._asked.move_to_end(lineage)
+                self._asked[name] = self._clock()
+                self._asked.move_to_end(name)
                 _limit(self._asked)
-            roots, began_at = self._began.get(lineage) or ((), self._wall())
-            roots = roots if root.lineage in roots else (*roots, root.lineage)[-MAX_ROOTS:]
-            self._began[lineage] = (roots, began_at)
-            self._began.move_to_end(lineage)
+            roots, began_at = self._began.get(name) or ((), self._wall())
+            self._began[name] = (tuple(dict.fromkeys((*roots, *root.told_by)))[-MAX_ROOTS:], began_at)
+            self._began.move_to_end(name)
             _limit(self._began)
-        return lineage
+        return name
 
-    def began(self, lineage: str) -> tuple[tuple[str, ...], float | None]:
-        """The lineages that a conversation has by its messages alone, before and after it was restarted.
+    def began(self, name: str) -> tuple[tuple[str, ...], float | None]:
+        """What tells a conversation by its messages alone, before and after it was restarted: roots and openings.
 
         And when its first request came, seconds since the epoch; ``None`` where that was too long ago to be known.
         """
         with self._lock:
-            return self._began.get(lineage) or ((lineage,), None)
+            return self._began.get(name) or (tuple(name.split(_JOINT)), None)
 
     def _before(self, root: _Root) -> str:
-        if root.lineage in self._continued:
-            self._continued.move_to_end(root.lineage)
-            return self._continued[root.lineage]
-        if not root.is_summary and self._asked.pop(root.lineage, None) is not None:
-            return root.lineage  # it kept its beginning
+        if root.name in self._continued:
+            self._continued.move_to_end(root.name)
+            return self._continued[root.name]
+        if not root.is_summary and self._asked.pop(root.name, None) is not None:
+            return root.name  # it kept its beginning
         now = self._clock()
         while self._asked and now - next(iter(self._asked.values())) > SUMMARY_TIMEOUT_S:
             self._asked.popitem(last=False)
         if len(self._asked) != 1:
             # Several may be meant: a session of its own is better than one joined with a stranger's.
-            return root.lineage
-        lineage, _ = self._asked.popitem()
-        self._continued[root.lineage] = lineage
+            return root.name
+        name, _ = self._asked.popitem()
+        self._continued[root.name] = name
         _limit(self._continued)
-        return lineage
+        return name
 
 
 def _limit(remembered: OrderedDict[str, Any]) -> None:
@@ -144,10 +152,20 @@ def _limit(remembered: OrderedDict[str, Any]) -> None:
 @dataclass(frozen=True, slots=True)
 class _Root:
     lineage: str
+    opening: str | None
+    """Where the lineage comes of a short root: what tells the conversation from others, if that was said."""
     is_summary: bool
     """The root is the summary of what went before."""
     restarted: bool
     """A summary stands among the person's messages: Codex keeps the latest of them, not always the first."""
+
+    @property
+    def told_by(self) -> tuple[str, ...]:
+        return (self.lineage,) if self.opening is None else (self.lineage, self.opening)
+
+    @property
+    def name(self) -> str:
+        return _JOINT.join(self.told_by)
 
 
 def _root(messages: Sequence[ChatTurn]) -> _Root:
@@ -163,7 +181,8 @@ def _root(messages: Sequence[ChatTurn]) -> _Root:
             else:
                 for said in message.blocks or (text,):
                     finder.note(_quoted_opening(said) or said)
-    return _Root(finder.lineage(messages[0].text), finder.continues, bool(finder.summaries))
+    opening = None if finder.opened is None else finder.opened.more
+    return _Root(finder.lineage(messages[0].text), opening, finder.continues, bool(finder.summaries))
 
 
 def _quoted_opening(text: str) -> str | None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
-from spark_agent.dialogue.events import CallBroken, CallEnd, Event, joined
+from spark_agent.dialogue.events import CallBroken, CallEnd, Event, certain, joined
 from spark_agent.dialogue.messages import Message, Tool, ToolChoice
 from spark_agent.dialogue.output_parser import OutputParser, PlainParser
 from spark_agent.server.api_error import ApiError, ContextExceededError
 from spark_agent.server.aside import aside
 from spark_agent.server.generation import Finished, Generation, Piece, TokenLogprob
 from spark_agent.server.prompting import Prompting
+from spark_agent.server.reasoning import ReasoningAsk
 from spark_agent.server.worker import Worker
 from spark_runtime.sampling import Sampling
 
@@ -51,11 +52,11 @@ class Ask:
     schema_strict: bool = False
     reasoning_in_text: bool = False
     """Leave the model's reasoning, and its tags, in the answer."""
-    template_options: dict[str, Any] = field(default_factory=dict)
+    reasoning: ReasoningAsk = field(default_factory=ReasoningAsk)
     prefill: str | None = None
     """The answer begins with this, and goes on after it."""
-    thought_tokens: int | None = None
-    """Most tokens of reasoning."""
+    streamed_calls: frozenset[str] = frozenset()
+    """Tools whose arguments a stream tells as they are generated, before it is certain that they are a call's."""
 
     @property
     def size(self) -> int:
@@ -94,11 +95,19 @@ Output = Said | Idle | Ended
 class Answering:
     """One generation's output; the caller goes through it once."""
 
-    def __init__(self, generation: Generation, parser: OutputParser, *, parallel: bool) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        parser: OutputParser,
+        *,
+        parallel: bool,
+        streamed_calls: frozenset[str] = frozenset(),
+    ) -> None:
         self._generation = generation
         self._events = generation.events
         self._parser = parser
         self._parallel = parallel
+        self._streamed_calls = streamed_calls
         self._next: Piece | Finished | Exception | None = None
         self._calls = 0
         self.prompt_tokens: tuple[int, ...] = tuple(generation.tokens)
@@ -125,18 +134,17 @@ class Answering:
         self._next = more
         return Piece("".join(texts), tuple(tokens))
 
-    async def outputs(
-        self, *, streamed: bool = True, before_waiting: Callable[[], Awaitable[None]] | None = None
-    ) -> AsyncIterator[Output]:
+    async def outputs(self, *, before_waiting: Callable[[], Awaitable[None]] | None = None) -> AsyncIterator[Output]:
         """Everything until the end; raises what the engine raised.
 
-        ``streamed``: for a client that hears of a call before it is whole. What began as a call and is none raises
-        :class:`ApiError` then, so that nobody takes it for one, unless the token limit cut it: then the answer ends
-        there, as in the APIs' own servers. Otherwise it is text. ``before_waiting`` is called whenever all that has
-        come was given out.
+        A call comes when it is whole, and what began as one and is none comes as text: a stream says what a whole
+        answer does. But arguments of ``streamed_calls`` come as they are generated. If such a call breaks,
+        :class:`ApiError` is raised, so that nobody takes it for one; if the token limit cuts it, the answer ends there.
+        ``before_waiting`` is called whenever all that has come was given out.
         """
         clock = asyncio.get_running_loop().time
         silent_until = clock() + FIRST_WAIT_S
+        held: list[Event] = []
         try:
             event = self._events.take()
             while True:
@@ -150,22 +158,25 @@ class Answering:
                     continue
                 if isinstance(event, Exception):
                     raise event
-                if isinstance(event, Finished):
-                    rest = self._wanted(self._parser.end(cut=event.reason == "length"))
-                    if streamed:
-                        rest = _heard(rest, event)
-                    if rest:
-                        yield Said(rest)
-                    reason = "tool_calls" if self._calls and event.reason == "stop" else event.reason
-                    yield Ended(reason, event)
-                    return
-                piece = self._with_what_is_ready(event)
-                said = self._wanted(self._parser.push(piece.text))
-                if streamed:
-                    said = _heard(said)
-                if said or piece.tokens:
-                    yield Said(said, piece.tokens)
+                finished = event if isinstance(event, Finished) else None
+                if isinstance(event, Piece):
+                    piece = self._with_what_is_ready(event)
+                    events, tokens = self._parser.push(piece.text), piece.tokens
+                else:
+                    events, tokens = self._parser.end(cut=event.reason == "length"), ()
+                said, held = certain([*held, *self._wanted(events)], self._streamed_calls)
+                said = _heard(said, finished)
+                if said or tokens:
+                    yield Said(said, tokens)
                     silent_until = clock() + IDLE_S
+                elif clock() >= silent_until:
+                    # A long call on its way.
+                    yield Idle()
+                    silent_until = clock() + IDLE_S
+                if finished is not None:
+                    reason = "tool_calls" if self._calls and finished.reason == "stop" else finished.reason
+                    yield Ended(reason, finished)
+                    return
                 event, self._next = self._next, None
         finally:
             self.cancel()
@@ -174,7 +185,8 @@ class Answering:
         """Everything at once."""
         events: list[Event] = []
         tokens: list[TokenLogprob] = []
-        async for output in self.outputs(streamed=False):
+        self._streamed_calls = frozenset()
+        async for output in self.outputs():
             if isinstance(output, Ended):
                 return events, tokens, output
             if isinstance(output, Said):
@@ -193,7 +205,8 @@ class Answering:
         return joined(wanted)
 
 
-def _heard(events: list[Event], finished: Finished | None = None) -> list[Event]:
+def _heard(events: list[Event], finished: Finished | None) -> list[Event]:
+    """The events, if none takes back what was streamed."""
     if CallBroken() not in events:
         return events
     if finished is None or finished.reason != "length":
@@ -243,7 +256,8 @@ class Exchange:
             workload=workload,
             thought_limit=prepared.thought_limit,
         )
-        answering = Answering(generation, prepared.parser or PlainParser(), parallel=ask.choice.parallel)
+        parser = prepared.parser or PlainParser()
+        answering = Answering(generation, parser, parallel=ask.choice.parallel, streamed_calls=ask.streamed_calls)
         try:
             self._worker.submit(generation)
         except Exception as error:

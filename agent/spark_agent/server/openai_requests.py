@@ -11,6 +11,7 @@ from spark_agent.dialogue.messages import Message, ToolCall, ToolChoice
 from spark_agent.server.api_error import ApiError
 from spark_agent.server.exchange import Ask
 from spark_agent.server.generation import MAX_TOP_LOGPROBS
+from spark_agent.server.reasoning import Reasoned
 from spark_agent.server.requests import (
     LIST,
     STRING,
@@ -121,7 +122,7 @@ class _ResponseFormat(ApiModel):
     json_schema: _JsonSchema | None = None
 
 
-class ChatRequest(Sampled):
+class ChatRequest(Sampled, Reasoned):
     """The body."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
@@ -132,8 +133,7 @@ class ChatRequest(Sampled):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     response_format: _ResponseFormat | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
+    tool_stream: bool | None = None
     reasoning_format: Literal["auto", "none", "deepseek"] | None = None
     # Refused by name: an answer without them would look right and be wrong.
     functions: Any = None
@@ -162,9 +162,6 @@ class ChatRequest(Sampled):
         )
         tools = tools_of([_function_in(f"tools[{at}]", value) for at, value in enumerate(self.tools or ())])
         schema, strict = self._schema()
-        options = dict(self.chat_template_kwargs or {})
-        if self.reasoning_effort is not None:
-            options.setdefault("reasoning_effort", self.reasoning_effort)
         return Ask(
             sampling=self.sampling(),
             messages=messages,
@@ -176,7 +173,8 @@ class ChatRequest(Sampled):
             schema=schema,
             schema_strict=strict,
             reasoning_in_text=self.reasoning_format == "none",
-            template_options=options,
+            reasoning=self.thought(),
+            streamed_calls=frozenset(tool.name for tool in tools if self.tool_stream),
         )
 
     def _schema(self) -> tuple[object | None, bool]:

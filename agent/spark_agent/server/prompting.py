@@ -18,6 +18,7 @@ from spark_agent.dialogue.json_text import load_json
 from spark_agent.dialogue.messages import Message, Tool, ToolCall
 from spark_agent.dialogue.output_parser import OutputParser, TaggedParser
 from spark_agent.server.api_error import ApiError, ContextExceededError
+from spark_agent.server.reasoning import efforts
 from spark_agent.server.thought import ThoughtLimit
 from spark_runtime.chat import ChatFormat
 from spark_runtime.errors import ChatTemplateError
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Prepared", "Prompting", "call_ids"]
 
+_ASKED = {"role": "user", "content": "probe"}
 _HARMONY_THOUGHT = ("<|channel|>analysis<|message|>", "<|end|>")
 _INSTRUCTIONS = """You can call functions. Their JSON schemas:
 <tools>
@@ -80,7 +82,7 @@ class Prompting:
 
     def _thought_limit(self, ask: Ask, prompt: str, *, demanded: bool) -> ThoughtLimit | None:
         """What was asked for; where an answer of a form is demanded, reasoning leaves it half of the tokens."""
-        most = ask.thought_tokens
+        most = ask.reasoning.tokens
         if demanded and ask.max_tokens is not None:
             half = max(ask.max_tokens // 2, 1)
             most = half if most is None else min(most, half)
@@ -115,11 +117,20 @@ class Prompting:
             prompt = self._chat.prompt(
                 self._for_template(ask.messages, tools),
                 tools=[tool.declared() for tool in tools] if self._format.described else (),
-                options=ask.template_options,
+                options=self._options(ask),
             )
         except ChatTemplateError as error:
             raise ApiError(400, str(ApiError.of(error)), "chat_template", param="messages") from error
         return prompt + (ask.prefill or "")
+
+    def _options(self, ask: Ask) -> dict[str, Any]:
+        effort = None if ask.reasoning.effort is None else self._effort(ask.reasoning.effort)
+        return ask.reasoning.options if effort is None else {"reasoning_effort": effort, **ask.reasoning.options}
+
+    def _effort(self, asked: str) -> str | None:
+        """An effort in a word that the template takes; ``None`` where it refuses them all."""
+        words = efforts(asked, self._chat.template)
+        return next((word for word in words if self._chat.tried([_ASKED], options={"reasoning_effort": word})), None)
 
     def _for_template(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[dict[str, Any]]:
         support = self._chat.support

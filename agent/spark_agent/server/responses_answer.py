@@ -13,7 +13,7 @@ from spark_agent.server.generation import Finished, TokenLogprob
 from spark_agent.server.openai_chat import new_id
 from spark_agent.server.responses_requests import ResponsesRequest
 from spark_agent.server.responses_tools import ResponsesTools
-from spark_agent.server.sse import KEEP_ALIVE, named_event
+from spark_agent.server.sse import named_event
 
 __all__ = ["ResponsesAnswer"]
 
@@ -90,7 +90,8 @@ class ResponsesAnswer:
             yield self._event(f"response.{kind}", response=self._response("in_progress"))
         async for output in outputs:
             if isinstance(output, Idle):
-                yield KEEP_ALIVE
+                # An event: Codex ends a stream that has had none for five minutes.
+                yield self._event("response.in_progress", response=self._response("in_progress"))
             elif isinstance(output, Ended):
                 for part in self._close():
                     yield part

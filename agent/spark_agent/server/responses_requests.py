@@ -15,7 +15,8 @@ from spark_agent.dialogue.messages import Message, ToolCall
 from spark_agent.server.api_error import ApiError
 from spark_agent.server.exchange import Ask
 from spark_agent.server.openai_requests import tool_choice_of
-from spark_agent.server.requests import ApiModel, kind_of, newest_question, not_shown
+from spark_agent.server.reasoning import Reasoned
+from spark_agent.server.requests import kind_of, newest_question, not_shown
 from spark_agent.server.responses_tools import ResponsesTools, arguments_of
 from spark_runtime.sampling import Sampling
 
@@ -29,11 +30,7 @@ _SERVERS_OWN = re.compile(r"(web_search|image_generation|file_search|code_interp
 _PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"})
 
 
-class _Reasoning(ApiModel):
-    effort: str | None = None
-
-
-class ResponsesRequest(ApiModel):
+class ResponsesRequest(Reasoned):
     """The body."""
 
     model: str | None = None
@@ -46,10 +43,10 @@ class ResponsesRequest(ApiModel):
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     stream: bool | None = None
+    tool_stream: bool | None = None
     store: bool | None = None
     previous_response_id: str | None = None
     metadata: dict[str, Any] | None = None
-    reasoning: _Reasoning | None = None
     text: dict[str, Any] | None = None
     background: bool | None = None
     conversation: Any = None
@@ -83,7 +80,6 @@ class ResponsesRequest(ApiModel):
         if self.instructions:
             messages.insert(0, Message("system", self.instructions))
         schema, strict = self._schema()
-        effort = self.reasoning.effort if self.reasoning else None
         return Ask(
             sampling=Sampling(
                 temperature=1.0 if self.temperature is None else self.temperature,
@@ -95,7 +91,8 @@ class ResponsesRequest(ApiModel):
             max_tokens=self.max_output_tokens,
             schema=schema,
             schema_strict=strict,
-            template_options={} if effort is None else {"reasoning_effort": effort},
+            reasoning=self.thought(),
+            streamed_calls=frozenset(tool.name for tool in tools.tools if self.tool_stream),
         )
 
     def _schema(self) -> tuple[object | None, bool]:

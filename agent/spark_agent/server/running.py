@@ -114,6 +114,8 @@ class Running:
         room = engine.n_ctx - len(tokens)
         with contextlib.closing(engine.sampler(generation.sampling)) as sampler:
             self._sampler = sampler
+            if generation.thought_limit is not None and generation.thought_limit.over:
+                sampler.force(generation.thought_limit.ending)
             for _ in sampler.ready():
                 yield from self._wait()
             self._reused = conversation.begin(tokens)

@@ -19,7 +19,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from spark_agent import __version__
-from spark_agent.addresses import base_url_of, listening_address
+from spark_agent.addresses import base_url_of, listening_address, reachable
 from spark_agent.chosen_placement import PlacementSource
 from spark_agent.context import AgentContext
 from spark_agent.env import Replacement
@@ -32,7 +32,7 @@ from spark_agent.running import RunningAgent, RunningAgents, process_started
 from spark_agent.served import ServedSessions
 from spark_agent.server.activity import Activity, ClosedSession, Promise
 from spark_agent.server.app import create_app
-from spark_agent.server.conversations import Conversations
+from spark_agent.server.conversations import Conversations, lineage_in
 from spark_agent.server.generation import GenerationReport
 from spark_agent.server.metrics import Metrics
 from spark_agent.server.nearest import WorkloadsHere
@@ -48,6 +48,7 @@ from spark_agent.server.uploader import Uploader
 from spark_agent.server.worker import Worker
 from spark_agent.server.workloads import Workloads
 from spark_agent.spool import Spool
+from spark_agent.tls import ServerTls
 from spark_agent.trust import ManifestTrust
 from spark_agent.upload import FlushReport
 from spark_agent.workload_name import UNLABELLED
@@ -125,6 +126,7 @@ def serve(
     replacement: Replacement = "auto",
     pinned_share: float = 0.0,
     prefetch: PrefetchControl,
+    tls: ServerTls | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM; then finish, keep all counts, and return. ``key`` is that of session hashes.
 
@@ -133,7 +135,8 @@ def serve(
     rule labels. Requests need the ``token`` if there is one, which is kept for ``spark-agent ps``; ``aliases`` are
     further names of the model. ``rules`` is the file of workload rules, which need not be there. ``replacement`` says
     whether recent traffic moves the slots' priors, and ``pinned_share`` of the slots stay pinned whatever is placed;
-    ``prefetch`` says what is fetched early. A second signal ends what runs at once, a third one the process.
+    ``prefetch`` says what is fetched early. With ``tls`` nothing but TLS is spoken. A second signal ends what runs at
+    once, a third one the process.
     """
     conversations = Conversations()
     served = ServedSessions(spool, engine.shape.fingerprint, key, context.output.warning)
@@ -141,17 +144,17 @@ def serve(
     workloads = Workloads(rules, context.output.warning)
     activity = Activity(workload, WorkloadsHere(engine.shape, own) if workload == UNLABELLED else None)
 
-    def close(lineage: str, named: str | None, counts: SessionCounts) -> None:
+    def close(session: str, named: str | None, counts: SessionCounts) -> None:
         told, under = placement.manifest_of(None if counts.misses is None else counts.misses.start)
         live = live_misses(counts, under) if told else None
-        histogram = counts.to_histogram(session_hash(key, lineage), named or workload, live)
+        histogram = counts.to_histogram(session_hash(key, lineage_in(session)), named or workload, live)
         if histogram is not None:
-            spool.add(engine.shape, histogram, served=served.closed(*conversations.began(lineage)))
+            spool.add(engine.shape, histogram, served=served.closed(*conversations.began(session)))
             own.keep(histogram)
             activity.closed(named, _closed(counts, placement.promised_of(counts)))
 
-    def opened(lineage: str) -> None:
-        served.opened(*conversations.began(lineage))
+    def opened(name: str) -> None:
+        served.opened(*conversations.began(name))
 
     def complain(error: Exception) -> None:
         context.output.warning(f"session counts could not be kept yet: {error}")
@@ -200,7 +203,7 @@ def serve(
         lambda: _promise(placement.manifest),
         lambda: prefetch.state,
     )
-    agent = _described(listener, name, engine.shape.fingerprint, token)
+    agent = _described(listener, name, engine.shape.fingerprint, token, tls)
     described = {"base_url": agent.base_url, **start}
 
     chat = ChatFormat(engine)
@@ -227,7 +230,7 @@ def serve(
         health={"model": Path(start["model"]).name, "fingerprint": engine.shape.fingerprint},
         stats=lambda: agent_stats(state()),
         lifespan=lifespan,
-        lineage_of=conversations.lineage_of,
+        lineage_of=conversations.name_of,
         opened=opened,
         workload_of=workloads,
         extra_routes=[metrics_route(Metrics(state)), *placement_routes(placement)],
@@ -242,6 +245,7 @@ def serve(
         ws="none",
         timeout_graceful_shutdown=_CUT_OFF_S,
         server_header=False,
+        ssl_context_factory=None if tls is None else lambda _config, _default: tls.context(),
     )
     server = StoppableServer(config, worker.give_up)
     sys.setswitchinterval(_SWITCH_S)
@@ -286,18 +290,22 @@ def _promise(manifest: PlacementManifest | None) -> Promise | None:
     return Promise(expected.cold_hit_rate, expected.low, expected.high, manifest.workload)
 
 
-def _described(listener: socket.socket, name: str, fingerprint: str, token: str | None) -> RunningAgent:
+def _described(
+    listener: socket.socket, name: str, fingerprint: str, token: str | None, tls: ServerTls | None
+) -> RunningAgent:
     host, port = listener.getsockname()[:2]
     return RunningAgent(
         pid=os.getpid(),
         process_started=process_started(os.getpid()),
         host=host,
         port=port,
-        base_url=base_url_of(host, port),
+        base_url=base_url_of(host, port) if tls is None else base_url_of(tls.host_for(reachable(host)), port, "https"),
         model=name[:300],
         fingerprint=fingerprint,
         started_s=time.time(),
         token=token,
+        certificate_sha256=None if tls is None else tls.digest,
+        trust_file=str(tls.cert_file) if tls is not None and tls.self_signed else None,
     )
 
 

@@ -13,6 +13,7 @@ class ThoughtLimit:
     """How long a model may think before it answers."""
 
     tokens: int
+    """0: none at all."""
     opening: bytes
     closing: bytes
     ending: tuple[int, ...]
@@ -20,13 +21,19 @@ class ThoughtLimit:
     opened: bool
     """Whether the prompt has opened the reasoning; otherwise the answer's first text may."""
 
+    @property
+    def over(self) -> bool:
+        """Whether the reasoning has had its tokens before it begins."""
+        return self.opened and self.tokens == 0
+
 
 class ThoughtWatch:
     """Follows an answer's bytes as they are generated, up to the end of its reasoning."""
 
     def __init__(self, limit: ThoughtLimit) -> None:
         self._limit = limit
-        self._state: Literal["before", "inside", "over"] = "inside" if limit.opened else "before"
+        begins: Literal["before", "inside"] = "inside" if limit.opened else "before"
+        self._state: Literal["before", "inside", "over"] = "over" if limit.over else begins
         self._held = b""
         self._tokens = 0
 
@@ -39,6 +46,9 @@ class ThoughtWatch:
             text, opening = self._held.lstrip(), self._limit.opening
             if text.startswith(opening):
                 self._state, self._held = "inside", text[len(opening) :]
+                if self._limit.tokens == 0:
+                    self._state = "over"
+                    return self._limit.closing not in self._held
             elif not opening.startswith(text):
                 self._state = "over"
                 return False

@@ -51,7 +51,13 @@ def read_aider(text: str) -> Parsed:
     found = turns.turns()
     if not found:
         raise UnusableError("found an aider history without text, expected at least one message")
-    return Parsed(found, root.lineage(found[0].text), continues=root.continues, summaries=tuple(root.summaries))
+    return Parsed(
+        found,
+        root.lineage(found[0].text),
+        continues=root.continues,
+        summaries=tuple(root.summaries),
+        opened=root.opened,
+    )
 
 
 def _told(line: str) -> tuple[Role, str]:

@@ -150,7 +150,7 @@ def read_codex(lines: Iterable[tuple[int, dict[str, object]]], problems: Problem
         turns, root = reader.events.turns(), reader.event_root
     if not turns:
         raise UnusableError(problems.nothing())
-    return Parsed(turns, root.lineage(turns[0].text), problems)
+    return Parsed(turns, root.lineage(turns[0].text), problems, opened=root.opened)
 
 
 def _member(value: object, name: str) -> object:

@@ -13,7 +13,8 @@ Why content and not names or ids:
 So the root is the first message that the person wrote, whitespace collapsed, first 2,000 characters. When that is
 short ("continue", "hi"), unrelated conversations would meet, so its timestamp (to the second, UTC) is added where the
 format keeps it in copies. Equal long openings are treated as one conversation on purpose: for a held-out split, one
-side too few is harmless and one too many is a leak.
+side too few is harmless and one too many is a leak. Beside its root, what the person wrote first over several messages
+tells a conversation with a short root, whenever it is continued.
 
 A conversation that was compacted may be continued in a new file that holds only the summary and what follows. Alone,
 such a file has the summary as its root; read together with the file that holds the whole, it gets that one's lineage
@@ -135,8 +136,10 @@ class RootFinder:
     def __init__(self) -> None:
         self.continues = False
         self.summaries: list[str] = []
-        self.opened: Opened | None = None
-        """Where the root is short and has a time: what it is without."""
+        self._alone: tuple[str, str | None] | None = None
+        """Of a short root: what it is without its time, and that time."""
+        self._written = ""
+        """What the person wrote from a short root on, as far as it tells conversations apart."""
         self._root: str | None = None
         self._fallback: str | None = None
 
@@ -146,7 +149,7 @@ class RootFinder:
         if not message:
             return
         if message.startswith(_EXAMPLES_END):
-            self._root = self._fallback = self.opened = None
+            self._root = self._fallback = self._alone = None
             self.continues = False
             return
         said = as_typed(message)
@@ -160,8 +163,19 @@ class RootFinder:
             self._fallback = self._fallback or conversation_lineage(message, written_at)
         elif self._root is None:
             self._root = conversation_lineage(said, written_at)
-            alone = conversation_lineage(said)
-            self.opened = Opened(alone, written_at) if written_at is not None and alone != self._root else None
+            self._written = _collapsed(said)
+            if len(self._written) < _DISTINCTIVE_CHARS:
+                self._alone = conversation_lineage(said), written_at
+        elif len(self._written) < _DISTINCTIVE_CHARS:
+            self._written += f" {_collapsed(said)}"
+
+    @property
+    def opened(self) -> Opened | None:
+        """How a conversation began whose root is short."""
+        if self._alone is None:
+            return None
+        first = self._written[:_DISTINCTIVE_CHARS]
+        return Opened(*self._alone, _digest("opening", first) if len(first) == _DISTINCTIVE_CHARS else None)
 
     def lineage(self, first_text: str) -> str:
         """Return the lineage; without any message of the user it comes from the conversation's first text."""
@@ -170,9 +184,13 @@ class RootFinder:
 
 def conversation_lineage(first_message: str, written_at: str | None = None) -> str:
     """Return the lineage of a conversation from its root; ``written_at`` comes from :func:`to_second`."""
-    root = " ".join(first_message.split())[:_ROOT_CHARS]
+    root = _collapsed(first_message)[:_ROOT_CHARS]
     when = written_at if written_at is not None and len(root) < _DISTINCTIVE_CHARS else ""
     return _digest("conversation", root, when)
+
+
+def _collapsed(text: str) -> str:
+    return " ".join(text.split())
 
 
 def text_lineage(text: str) -> str:

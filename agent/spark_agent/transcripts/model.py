@@ -44,8 +44,10 @@ class Opened:
 
     lineage: str
     """Of the root alone, as it is where its time is not known."""
-    at: str
-    """When the root was written, ISO 8601, to the second."""
+    at: str | None
+    """When the root was written, ISO 8601, to the second, where that is known."""
+    more: str | None = None
+    """Of what the person wrote first, over as many messages as tell it from others; ``None`` where it is too little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class Transcript:
     turns: tuple[Turn, ...]
     source: Path
     opened: Opened | None = None
-    """Only where the root is short and has a time."""
+    """Only where the root is short."""
 
 
 @dataclass(frozen=True, slots=True)

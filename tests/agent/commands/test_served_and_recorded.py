@@ -117,3 +117,24 @@ def test_a_killed_agents_open_conversations_can_be_recorded_once_another_one_sta
         assert agent_cli(*record).json["sessions"] == 1
         ended(process)
     assert len(kept()) == 1
+
+
+def test_a_conversation_that_was_recorded_and_goes_on_here_is_counted_once(agent_cli, kept, tmp_path):
+    sessions = tmp_path / "sessions"
+    sessions.mkdir()
+    began = dt.datetime.now(dt.UTC) - dt.timedelta(days=3)
+    write(sessions / "long.jsonl", LONG, "fn median() {}", began)
+    record = ("record", "--sessions", sessions, "--workload", "chat", "--threads", 1, "--json")
+    assert agent_cli(*record).json["sessions"] == 1
+    before = kept()
+    with running() as (process, start):
+        chat(start, LONG)
+        chat(start, LONG + " In Rust.")
+        ended(process)
+    added = [row for row in kept() if row not in before]
+    assert len(added) == 1, "only the other conversation is counted as served"
+    # What was new in it comes with its transcript.
+    write(sessions / "long.jsonl", LONG, "fn median() {} and here is how it works: " + "it sorts. " * 20, began)
+    again = agent_cli(*record).json
+    assert (again["sessions"], again["served"], again["grown"]) == (1, 0, 1)
+    assert len(kept()) == 3

@@ -159,7 +159,7 @@ TEXT_PARAMETERS = {
 
 def test_arguments_stream_to_what_the_whole_answer_says(clients: Clients, model: str) -> None:
     asked: dict[str, Any] = {"model": model, "temperature": 0, "tool_choice": "required"}
-    chat = {
+    chat: dict[str, Any] = {
         "messages": HELLO,
         "parallel_tool_calls": False,
         "tools": [{"type": "function", "function": {"name": "note", "parameters": TEXT_PARAMETERS}}],
@@ -190,12 +190,20 @@ def test_arguments_stream_to_what_the_whole_answer_says(clients: Clients, model:
     with clients.anthropic.messages.stream(**messages) as events:
         text = "".join(e.delta.partial_json for e in events if e.type == "content_block_delta")
     assert text == arguments
+    # Until it is whole, nothing says that it is a call; where it was asked for, arguments come as they are generated.
+    eager = {**messages, "tools": [{**messages["tools"][0], "eager_input_streaming": True}]}
     for limit in (30, 40):
         cut = clients.openai.chat.completions.create(**asked, **chat, max_tokens=limit)
         assert (cut.choices[0].finish_reason, cut.choices[0].message.tool_calls) == ("length", None)
         half = list(clients.openai.chat.completions.create(**asked, **chat, max_tokens=limit, stream=True))
         assert half[-1].choices[0].finish_reason == "length"
+        assert "".join(each.choices[0].delta.content or "" for each in half) == cut.choices[0].message.content
+        assert all(each.choices[0].delta.tool_calls is None for each in half)
         with clients.anthropic.messages.stream(**{**messages, "max_tokens": limit}) as events:
+            said = events.get_final_message().content
+        whole_message = clients.anthropic.messages.create(**{**messages, "max_tokens": limit})
+        assert [block.text for block in said] == [block.text for block in whole_message.content]
+        with clients.anthropic.messages.stream(**{**eager, "max_tokens": limit}) as events:
             kinds = [event.type for event in events]
             assert events.get_final_message().stop_reason == "max_tokens"
         # The call's block is never closed, so nobody runs it.

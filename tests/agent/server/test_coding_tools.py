@@ -197,9 +197,9 @@ def test_claude_code_is_asked_about_as_it_asks():
         ("user", "<system-reminder>\nx\n</system-reminder>\nHi"),
         ("system", "There are agents."),
     ]
-    assert ask.template_options == {"enable_thinking": True, "reasoning_effort": "high"}
+    assert (ask.reasoning.options["enable_thinking"], ask.reasoning.effort) == (True, "high")
     most = MessagesRequest.model_validate({**CLAUDE, "output_config": {"effort": "max"}}).ask()
-    assert most.template_options["reasoning_effort"] == "high"
+    assert most.reasoning.effort == "max"
 
 
 def test_claude_code_is_answered(agent):

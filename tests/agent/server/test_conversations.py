@@ -233,12 +233,12 @@ ASK = ("user", "Your task is to create a detailed summary of the conversation so
 )
 def test_a_compacted_conversation_goes_on_as_itself(restarted):
     conversations = Conversations()
-    lineage = conversations.lineage_of(claude_code(1, ("assistant", "ok"), ASK))
-    assert conversations.lineage_of(restarted) == lineage
-    assert conversations.lineage_of([*restarted, Turn("assistant", "a"), Turn("user", "b")]) == lineage
+    lineage = conversations.name_of(claude_code(1, ("assistant", "ok"), ASK))
+    assert conversations.name_of(restarted) == lineage
+    assert conversations.name_of([*restarted, Turn("assistant", "a"), Turn("user", "b")]) == lineage
     # Compacted once more.
-    conversations.lineage_of([*restarted, Turn("assistant", "a"), Turn(*ASK)])
-    assert conversations.lineage_of(turns(("user", f"{SUMMARY} And wrote one."))) == lineage
+    conversations.name_of([*restarted, Turn("assistant", "a"), Turn(*ASK)])
+    assert conversations.name_of(turns(("user", f"{SUMMARY} And wrote one."))) == lineage
 
 
 CODEX_SUMMARY = "Another language model started to solve this problem and produced a summary of its thinking process."
@@ -247,34 +247,34 @@ CODEX_ASK = ("user", "You are performing a CONTEXT CHECKPOINT COMPACTION. Create
 
 def test_codex_keeps_the_latest_messages_and_not_always_the_first():
     conversations = Conversations()
-    lineage = conversations.lineage_of(codex(1, ("user", OTHER), CODEX_ASK))
-    assert conversations.lineage_of(codex(1, ("user", OTHER), ("user", CODEX_SUMMARY))) == lineage
+    lineage = conversations.name_of(codex(1, ("user", OTHER), CODEX_ASK))
+    assert conversations.name_of(codex(1, ("user", OTHER), ("user", CODEX_SUMMARY))) == lineage
     assert not conversations._asked, "it was restarted"
-    conversations.lineage_of(codex(1, ("user", OTHER), CODEX_ASK))
+    conversations.name_of(codex(1, ("user", OTHER), CODEX_ASK))
     cut = turns(("user", OTHER), ("user", f"{CODEX_SUMMARY} More."), ("user", "Go on"))
-    assert conversations.lineage_of(cut) == lineage
-    assert conversations.lineage_of([*cut, Turn("assistant", "a")]) == lineage
-    assert Conversations().lineage_of(cut) == conversation_lineage(OTHER)
+    assert conversations.name_of(cut) == lineage
+    assert conversations.name_of([*cut, Turn("assistant", "a")]) == lineage
+    assert Conversations().name_of(cut) == conversation_lineage(OTHER)
 
 
 def test_nothing_is_guessed_of_a_summary():
     clock = Clock()
     conversations = Conversations(clock)
     alone = lineage_of(turns(("user", SUMMARY)))
-    assert conversations.lineage_of(turns(("user", SUMMARY))) == alone, "nobody was asked"
-    conversations.lineage_of(claude_code(1, ASK))
-    conversations.lineage_of(claude_code(1, ASK, task=OTHER))
-    assert conversations.lineage_of(turns(("user", SUMMARY))) == alone, "two were asked"
+    assert conversations.name_of(turns(("user", SUMMARY))) == alone, "nobody was asked"
+    conversations.name_of(claude_code(1, ASK))
+    conversations.name_of(claude_code(1, ASK, task=OTHER))
+    assert conversations.name_of(turns(("user", SUMMARY))) == alone, "two were asked"
     clock.now = SUMMARY_TIMEOUT_S + 1
-    conversations.lineage_of(claude_code(1, ASK))
+    conversations.name_of(claude_code(1, ASK))
     clock.now *= 3
-    assert conversations.lineage_of(turns(("user", SUMMARY))) == alone, "too long ago"
+    assert conversations.name_of(turns(("user", SUMMARY))) == alone, "too long ago"
 
 
 def test_what_is_remembered_is_bounded():
     conversations = Conversations()
     for number in range(MAX_REMEMBERED + 10):
-        conversations.lineage_of(claude_code(1, ASK, task=f"{TASK} {number}"))
+        conversations.name_of(claude_code(1, ASK, task=f"{TASK} {number}"))
     assert len(conversations._asked) == MAX_REMEMBERED
 
 

@@ -13,6 +13,7 @@ from spark_agent.dialogue.events import Call, Reasoning, Text, merged
 from spark_agent.dialogue.messages import Message, Tool, ToolCall, ToolChoice
 from spark_agent.server.exchange import Ask
 from spark_agent.server.prompting import Prompting
+from spark_agent.server.reasoning import ReasoningAsk
 from spark_runtime.chat import ChatFormat
 from spark_runtime.sampling import Sampling
 
@@ -201,7 +202,7 @@ def test_what_a_template_says_of_tools_in_words_nobody_reads_is_not_used() -> No
 @pytest.mark.parametrize("template", [families.MINIMAX, families.GPT_OSS, families.QWEN3])
 def test_limits_are_in_a_models_own_words(template: str) -> None:
     prompting = prompting_of(template)
-    ask: dict[str, Any] = {"messages": (ASKED,), "tools": (LOOK,), "thought_tokens": 40}
+    ask: dict[str, Any] = {"messages": (ASKED,), "tools": (LOOK,), "reasoning": ReasoningAsk(40)}
     limit = prompting.prepare(Ask(Sampling(), **ask)).thought_limit
     assert limit is not None
     assert limit.tokens == 40
@@ -211,3 +212,32 @@ def test_limits_are_in_a_models_own_words(template: str) -> None:
     limit = prompting.prepare(forced).thought_limit
     assert limit is not None
     assert limit.tokens == 15, "the call gets the rest"
+
+
+EFFORTS = {
+    "names none": ("{{ messages[0].content }}{{ reasoning_effort }}", "high", "low"),
+    "names max": ("{% if reasoning_effort == 'max' %}{% endif %}{{ messages[0].content }}", "max", "low"),
+    "names minimal": (
+        '{% if reasoning_effort in ["low", "minimal"] %}{% endif %}{{ messages[0].content }}', "high", "minimal"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("template", "most", "least"), EFFORTS.values(), ids=EFFORTS)
+def test_an_effort_is_said_in_a_word_that_the_template_knows(template: str, most: str, least: str) -> None:
+    def told(effort: str) -> str:
+        source = template + "|{{ reasoning_effort if reasoning_effort is defined else 'nothing' }}"
+        ask = Ask(Sampling(), messages=(ASKED,), reasoning=ReasoningAsk(effort=effort))
+        return "".join(map(chr, prompting_of(source).prepare(ask).tokens)).rpartition("|")[2]
+
+    assert (told("max"), told("xhigh"), told("minimal")) == (most, "high", least)
+    assert (told("low"), told("medium"), told("high"), told("no_think")) == ("low", "medium", "high", "no_think")
+
+
+def test_an_effort_that_the_template_refuses_is_the_next_one_or_left_out() -> None:
+    strict = """{%- if reasoning_effort is defined and reasoning_effort not in KNOWN %}{{ raise_exception('no') }}
+{%- endif %}{{ messages[0].content }}|{{ reasoning_effort if reasoning_effort is defined else 'nothing' }}"""
+    for known, told in (("['high', 'low']", "high"), ("['no_think']", "nothing")):
+        ask = Ask(Sampling(), messages=(ASKED,), reasoning=ReasoningAsk(effort="medium"))
+        tokens = prompting_of(strict.replace("KNOWN", known)).prepare(ask).tokens
+        assert "".join(map(chr, tokens)).rpartition("|")[2] == told

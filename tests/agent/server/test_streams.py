@@ -13,8 +13,9 @@ import httpx
 import httpx2
 import openai
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from written_calls import FORMATS, FRAGMENTS, parser_of
 
 from spark_agent.dialogue.json_calls import HERMES, LLAMA
 from spark_agent.dialogue.messages import Tool
@@ -49,12 +50,16 @@ def pieces_of(text: str, size: int) -> list[str]:
     return [text[at : at + size] for at in range(0, len(text), size)]
 
 
-async def answering_of(pieces: list[str], reason: Any, calls: Any, *, parallel: bool = True) -> Answering:
+async def answering_of(
+    pieces: list[str], reason: Any, calls: Any, *, parallel: bool = True, eager: bool = False
+) -> Answering:
     generation = Generation("x", [1, 2, 3], Sampling(), None, ())
     for piece in pieces:
         generation.events.tell(Piece(piece))
     generation.events.tell(Finished(reason, 3, 0, len(pieces)))
-    answering = Answering(generation, TaggedParser(calls, TOOLS), parallel=parallel)
+    parser = parser_of(calls) if isinstance(calls, str) else TaggedParser(calls, TOOLS)
+    streamed = frozenset(TOOLS if eager else ())
+    answering = Answering(generation, parser, parallel=parallel, streamed_calls=streamed)
     if len(pieces) > 1:
         # As when each piece is sent before the next one comes.
         answering._with_what_is_ready = lambda piece: piece  # type: ignore[method-assign]
@@ -87,7 +92,7 @@ def whole(dialect: str, text: str, reason: str = "stop", calls: Any = HERMES, **
 
 
 def events(stream: bytes) -> list[dict[str, Any]]:
-    lines = [line[6:] for line in stream.decode().splitlines() if line.startswith("data: {")]
+    lines = [line[6:] for line in stream.decode().split("\n") if line.startswith("data: {")]
     return [json.loads(line) for line in lines]
 
 
@@ -145,12 +150,13 @@ def final_of(dialect: str, stream: Any) -> Any:
 
 
 @every_dialect
+@pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("size", [1, 7, 1000])
-def test_a_stream_adds_up_to_the_whole_answer(dialect: str, size: int) -> None:
+def test_a_stream_adds_up_to_the_whole_answer(dialect: str, size: int, eager: bool) -> None:
     text = f"I will.\n{WRITE}\n{STOP}"
     expected = calls_in_whole(dialect, whole(dialect, text))
     assert [name for name, _ in expected] == ["write", "stop"]
-    stream = sent(dialect, pieces_of(text, size))
+    stream = sent(dialect, pieces_of(text, size), eager=eager)
     with heard(dialect, stream) as client:
         final = final_of(dialect, client)
     assert calls_of(dialect, final) == expected
@@ -164,7 +170,7 @@ def test_a_stream_adds_up_to_the_whole_answer(dialect: str, size: int) -> None:
 
 
 @every_dialect
-def test_arguments_come_in_parts(dialect: str) -> None:
+def test_arguments_come_in_parts_where_that_is_asked_for(dialect: str) -> None:
     parts = {
         "chat": lambda each: [
             call["function"]["arguments"]
@@ -174,13 +180,13 @@ def test_arguments_come_in_parts(dialect: str) -> None:
         "responses": lambda each: [each["delta"]] if each["type"] == "response.function_call_arguments.delta" else [],
         "messages": lambda each: [each["delta"]["partial_json"]] if "partial_json" in each.get("delta", {}) else [],
     }[dialect]
-    found = [part for each in events(sent(dialect, pieces_of(WRITE, 2))) for part in parts(each)]
+    found = [part for each in events(sent(dialect, pieces_of(WRITE, 2), eager=True)) for part in parts(each)]
     assert len(found) > 10
     assert json.loads("".join(found)) == ARGUMENTS
+    assert len([part for each in events(sent(dialect, pieces_of(WRITE, 2))) for part in parts(each) if part]) == 1
 
 
-@every_dialect
-@pytest.mark.parametrize(
+broken_calls = pytest.mark.parametrize(
     ("calls", "text"),
     [
         (HERMES, '<tool_call>{"name": "write", "arguments": {"text": oops}}</tool_call> and more'),
@@ -190,13 +196,31 @@ def test_arguments_come_in_parts(dialect: str) -> None:
         (QWEN_CODER, "<tool_call><function=write><parameter=text>x</parameter></tool_call>"),
     ],
 )
-def test_a_broken_call_ends_its_stream_with_an_error_and_is_text_in_a_whole_answer(
-    dialect: str, calls: Any, text: str
-) -> None:
+
+
+@every_dialect
+@broken_calls
+def test_a_broken_call_is_text(dialect: str, calls: Any, text: str) -> None:
     answer = whole(dialect, text, calls=calls)
     assert calls_in_whole(dialect, answer) == []
     assert json.dumps(text)[1:-1] in json.dumps(answer)
-    stream = sent(dialect, pieces_of(text, 3), calls=calls)
+    with heard(dialect, sent(dialect, pieces_of(text, 3), calls=calls)) as client:
+        final = final_of(dialect, client)
+    assert calls_of(dialect, final) == []
+    if dialect == "chat":
+        assert (final.choices[0].message.content, final.choices[0].finish_reason) == (text, "stop")
+    elif dialect == "responses":
+        assert (final.output_text, final.status) == (text, "completed")
+    else:
+        assert (final.content[0].text, final.stop_reason) == (text, "end_turn")
+
+
+@every_dialect
+@broken_calls
+def test_a_broken_call_whose_arguments_were_streamed_ends_its_stream_with_an_error(
+    dialect: str, calls: Any, text: str
+) -> None:
+    stream = sent(dialect, pieces_of(text, 3), calls=calls, eager=True)
     last = json.dumps(events(stream)[-1])
     assert "began a tool call" in last
     assert b"[DONE]" not in stream
@@ -211,9 +235,9 @@ def test_a_broken_call_ends_its_stream_with_an_error_and_is_text_in_a_whole_answ
 
 
 @every_dialect
-def test_a_call_that_the_token_limit_cuts_is_never_one_to_run(dialect: str) -> None:
+def test_a_streamed_call_that_the_token_limit_cuts_is_never_one_to_run(dialect: str) -> None:
     for length in range(len("<tool_call>"), len(WRITE) - len("}</tool_call>")):
-        stream = sent(dialect, pieces_of(f"Well. {WRITE[:length]}", 5), "length")
+        stream = sent(dialect, pieces_of(f"Well. {WRITE[:length]}", 5), "length", eager=True)
         found = events(stream)
         if dialect == "chat":
             calls = [
@@ -249,11 +273,11 @@ PARTS = [WRITE, STOP, WRITE[:40], STOP[:20], "text ", '{"a": 1}', "<tool_call>",
 
 @every_dialect
 @given(parts=st.lists(st.sampled_from(PARTS), max_size=6), size=st.integers(1, 9))
-def test_no_cut_changes_what_a_client_hears(dialect: str, parts: list[str], size: int) -> None:
+def test_no_cut_changes_what_a_client_hears_of_streamed_calls(dialect: str, parts: list[str], size: int) -> None:
     text = "".join(parts)
     answer = whole(dialect, text)
-    found = events(sent(dialect, pieces_of(text, size)))
-    one = events(sent(dialect, [text]))
+    found = events(sent(dialect, pieces_of(text, size), eager=True))
+    one = events(sent(dialect, [text], eager=True))
     broken = "malformed_tool_call" in json.dumps(one) or "began a tool call" in json.dumps(one)
     assert broken == ("malformed_tool_call" in json.dumps(found) or "began a tool call" in json.dumps(found))
     if not broken:
@@ -280,3 +304,97 @@ def heard_calls(dialect: str, found: list[dict[str, Any]]) -> list[tuple[str, An
         elif "partial_json" in each.get("delta", {}):
             blocks[each["index"]][1] += each["delta"]["partial_json"]
     return [(name, json.loads(arguments)) for name, arguments in blocks.values()]
+
+
+@every_dialect
+def test_a_stream_is_not_silent_during_a_long_call(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spark_agent.server.exchange.IDLE_S", 0.0)
+    stream = sent(dialect, pieces_of(WRITE, 2))
+    signs = {"chat": b": keep-alive", "responses": b"event: response.in_progress", "messages": b"event: ping"}
+    before_it_is_told = stream[: stream.index(b'"write"')]
+    assert before_it_is_told.count(signs[dialect]) > 10
+    with heard(dialect, stream) as client:
+        assert [name for name, _ in calls_of(dialect, final_of(dialect, client))] == ["write"]
+
+
+LETTERS = st.text(st.characters(exclude_categories=["Cs"]), max_size=3)
+
+
+def without_ids(value: Any) -> Any:
+    """The same without what differs between two answers and says nothing."""
+    if isinstance(value, dict):
+        return {key: without_ids(each) for key, each in value.items() if key not in {"id", "call_id"}}
+    return [without_ids(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def said(dialect: str, found: list[dict[str, Any]]) -> Any:
+    """The message that a client puts together from a stream's events, in the words of a whole answer."""
+    if dialect == "chat":
+        return chat_said(found)
+    if dialect == "responses":
+        items = [each["item"] for each in found if each["type"] == "response.output_item.done"]
+        assert items == found[-1]["response"]["output"]
+        return items, found[-1]["response"]["status"]
+    blocks: list[dict[str, Any]] = []
+    for each in found:
+        if each["type"] == "content_block_start":
+            blocks.append({**each["content_block"], "open": True, "json": ""})
+        elif each["type"] == "content_block_stop":
+            del blocks[-1]["open"]
+        elif each["type"] == "content_block_delta":
+            delta = dict(each["delta"])
+            delta.pop("type")
+            ((key, text),) = delta.items()
+            key = key.replace("partial_", "")
+            blocks[-1][key] += text
+    for block in blocks:
+        written = block.pop("json")
+        if block["type"] == "tool_use":
+            block["input"] = json.loads(written)
+    return blocks, found[-2]["delta"]["stop_reason"]
+
+
+def chat_said(found: list[dict[str, Any]]) -> Any:
+    message: dict[str, Any] = {}
+    calls: list[dict[str, Any]] = []
+    reason = None
+    for each in found:
+        for choice in each["choices"]:
+            reason = choice["finish_reason"] or reason
+            for key, value in choice["delta"].items():
+                if key != "tool_calls":
+                    message[key] = value if message.get(key) is None else message[key] + value
+            for call in choice["delta"].get("tool_calls", []):
+                if call["index"] == len(calls):
+                    calls.append({key: value for key, value in call.items() if key != "index"})
+                else:
+                    calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    return message | ({"tool_calls": calls} if calls else {}), reason
+
+
+def in_whole(dialect: str, answer: dict[str, Any]) -> Any:
+    if dialect == "chat":
+        return answer["choices"][0]["message"], answer["choices"][0]["finish_reason"]
+    if dialect == "responses":
+        return answer["output"], answer["status"]
+    return answer["content"], answer["stop_reason"]
+
+
+@every_dialect
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=40)
+@given(
+    parts=st.lists(
+        st.sampled_from(FRAGMENTS) | st.text(st.characters(exclude_categories=["Cs"]), max_size=3), max_size=8
+    ),
+    size=st.integers(1, 30),
+    reason=st.sampled_from(["stop", "length"]),
+    parallel=st.booleans(),
+)
+def test_whatever_a_model_writes_a_stream_says_what_the_whole_answer_does(
+    dialect: str, name: str, parts: list[str], size: int, reason: str, parallel: bool
+) -> None:
+    text = "".join(parts)
+    answer = whole(dialect, text, reason, name, parallel=parallel)
+    found = events(sent(dialect, pieces_of(text, size) or [""], reason, name, parallel=parallel))
+    assert without_ids(said(dialect, found)) == without_ids(in_whole(dialect, answer))

@@ -41,6 +41,17 @@ def test_when_it_is_over() -> None:
     assert over_after([b"</think>", *words], opened) == []
 
 
+def test_none_at_all() -> None:
+    none = ThoughtLimit(0, b"<think>", b"</think>", (1,), opened=False)
+    assert not none.over
+    assert over_after([b"\n", b"<thi", b"nk>", b"a"], none) == [2]
+    assert over_after([b"<think></think>", b"a"], none) == []
+    assert over_after([b"Hello", b"<think>", b"a"], none) == []
+    opened = ThoughtLimit(0, b"<think>", b"</think>", (1,), opened=True)
+    assert opened.over, "before the first token"
+    assert over_after([b"a", b"b"], opened) == []
+
+
 @given(text=st.text(alphabet="<>/think a", max_size=60), size=st.integers(1, 7), opened=st.booleans())
 def test_it_is_over_once_and_only_inside(text: str, size: int, opened: bool) -> None:
     limit = ThoughtLimit(3, b"<think>", b"</think>", (1,), opened=opened)
@@ -97,6 +108,27 @@ def test_a_thought_that_would_not_end_makes_way_for_the_call() -> None:
             assert (call.name, set(json.loads(call.arguments)), reason) == ("unit", {"exact"}, "stop")
         finally:
             worker.stop()
+
+
+def test_reasoning_that_the_prompt_has_opened_and_nobody_wants_is_over_at_once() -> None:
+    with Engine.load(demo_model_path(), EngineOptions(n_ctx=512, n_threads=1, count_routing=False)) as engine:
+        worker = Worker(engine, LiveSessions(engine.shape, lambda *_: None, lambda: 0.0), lambda error: None)
+        worker.start()
+        ending = tuple(engine.tokenize("</think>\n\n", add_special=False))
+        limit = ThoughtLimit(0, b"<think>", b"</think>", ending, opened=True)
+
+        async def told() -> str:
+            prompt = engine.tokenize("How are you today?")
+            generation = Generation("x", prompt, Sampling(), 20, (), thought_limit=limit)
+            worker.submit(generation)
+            return "".join([event.text async for event in generation.results() if not isinstance(event, Finished)])
+
+        try:
+            text = asyncio.run(told())
+        finally:
+            worker.stop()
+        assert text.startswith("</think>\n\n")
+        assert len(text) > len("</think>\n\n")
 
 
 def test_a_limit_without_a_grammar() -> None:
