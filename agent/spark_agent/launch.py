@@ -53,7 +53,7 @@ _CODEX_QUIET = (
 )
 _LONGEST_ANSWER = 32_000
 """Tokens: what Claude Code and OpenCode plan for where nobody says, however large a context is."""
-_CLAUDE_PROMPT = 23_000
+_CLAUDE_PROMPT = 26_000
 """About what Claude Code's own prompt takes with all its tools, tokens."""
 _CLAUDE_BUFFER = 13_000
 _CLAUDE_COUNTED = 20_000

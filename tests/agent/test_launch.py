@@ -85,7 +85,7 @@ def test_claude_code():
     assert "CLAUDE_CODE_MAX_CONTEXT_TOKENS" not in unknown.environment
 
 
-@pytest.mark.parametrize("n_ctx", [49_152, 65_536, 131_072, 262_144, 1_000_000])
+@pytest.mark.parametrize("n_ctx", [57_344, 65_536, 131_072, 262_144, 1_000_000])
 def test_claude_code_shortens_a_conversation_when_just_an_answer_has_room(n_ctx):
     endpoint = Endpoint("http://127.0.0.1:1", "m", "k", n_ctx)
     child = launch_of(TOOLS["claude"], endpoint, [], [], folder=FOLDER).environment
