@@ -7,12 +7,10 @@ between what is in use only the C library can tell. ``--untrimmed``: what was fr
 from __future__ import annotations
 
 import ctypes
-import gc
 import json
 import sys
 import threading
 import time
-from collections import Counter
 from pathlib import Path
 
 from spark_runtime import heap
@@ -27,7 +25,10 @@ class _Mallinfo(ctypes.Structure):
 
 
 def write_samples(path: Path, every_s: float) -> None:
-    """Without end: bytes in use and free in malloc's heaps, blocks of Python's allocator, objects by type."""
+    """Without end: bytes in use and free in malloc's heaps, and blocks of Python's allocator.
+
+    No look at all objects: one would hold tuples that another thread is building, which then fails there.
+    """
     mallinfo2 = ctypes.CDLL(None).mallinfo2
     mallinfo2.restype = _Mallinfo
     with path.open("w", buffering=1) as out:
@@ -38,7 +39,6 @@ def write_samples(path: Path, every_s: float) -> None:
                 "heap_in_use_bytes": heaps.uordblks + heaps.hblkhd,
                 "heap_free_bytes": heaps.fordblks,
                 "python_blocks": sys.getallocatedblocks(),
-                "objects": Counter(type(one).__name__ for one in gc.get_objects()).most_common(12),
             }
             out.write(json.dumps(sample) + "\n")
             time.sleep(every_s)
