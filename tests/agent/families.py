@@ -173,6 +173,14 @@ KIMI = """{% if tools %}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson 
 {{- call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}
 {{- '<|tool_call_end|>' }}
 {%- endfor %}<|tool_calls_section_end|>{% endif %}<|im_end|>{% endfor %}<|im_assistant|>assistant<|im_middle|>"""
+# Its later ones number calls themselves, and keep the numbers in a list until the results come.
+KIMI_LISTING = "{%- set queue = namespace(ids=[], next=0) %}" + KIMI.replace(
+    "{{ m.tool_call_id }}", "{{ queue.ids.pop(0) }}"
+).replace(
+    "<|tool_call_begin|>{{ call.id }}",
+    "{%- set id = 'functions.' ~ call.function.name ~ ':' ~ queue.next %}{% set queue.next = queue.next + 1 %}"
+    "{%- set _ = queue.ids.append(id) %}<|tool_call_begin|>{{ id }}",
+)
 NEMOTRON_NANO = chatml(
     '<TOOLCALL>[{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}]</TOOLCALL>', ending="<think>\n"
 )

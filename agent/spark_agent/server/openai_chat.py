@@ -39,8 +39,6 @@ class ChatAnswer:
         self._include_usage = include_usage
         self._logprobs = logprobs
         self._calls = 0
-        self._answered = False
-        """Whether there was text or a call."""
 
     def whole(self, events: Sequence[Event], tokens: Sequence[TokenLogprob], ended: Ended) -> dict[str, Any]:
         """The object of a whole answer."""
@@ -68,12 +66,12 @@ class ChatAnswer:
 
     async def chunks(self, outputs: AsyncIterator[Output]) -> AsyncIterator[bytes]:
         """The events of a streamed answer."""
-        yield self._chunk({"role": "assistant", "content": None})
+        yield self._chunk({"role": "assistant", "content": ""})
         async for output in outputs:
             if isinstance(output, Idle):
                 yield KEEP_ALIVE
             elif isinstance(output, Ended):
-                yield self._chunk({} if self._answered else {"content": ""}, output.reason)
+                yield self._chunk({}, output.reason)
                 if self._include_usage:
                     yield self._event(choices=[], usage=usage_of(output.finished))
             else:
@@ -91,7 +89,6 @@ class ChatAnswer:
     def _delta(self, each: Event) -> dict[str, Any]:
         if isinstance(each, Reasoning):
             return {"reasoning_content": each.text}
-        self._answered = True
         if isinstance(each, Text):
             return {"content": each.text}
         if isinstance(each, CallStart):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future
 from dataclasses import replace
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -333,6 +334,7 @@ def test_own_sessions_are_nobodys_promise(engine, trust, shape, control):
 class Agent:
     def __init__(self, base_url, fingerprint, token=None):
         self.base_url, self.fingerprint, self.token = base_url, fingerprint, token
+        self.address, self.tls = urlsplit(base_url).hostname, None
 
 
 def test_only_agents_of_the_model_are_asked_and_a_refusal_fails_nothing(shape):

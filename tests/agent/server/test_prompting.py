@@ -34,6 +34,7 @@ FAMILIES: dict[str, tuple[str, str, bool, tuple[str, str] | None]] = {
     "Granite 4": (families.GRANITE_4, "hermes", True, None),
     "Ernie 4.5": (families.ERNIE, "hermes", True, THINK),
     "Kimi-K2": (families.KIMI, "kimi", True, THINK),
+    "Kimi-K2 of late 2025": (families.KIMI_LISTING, "kimi", True, THINK),
     "Nemotron Nano": (families.NEMOTRON_NANO, "nemotron", True, THINK),
     "Phi-4-mini": (families.PHI_4_MINI, "phi4", True, None),
     "Granite 3": (families.GRANITE_3, "granite3", True, None),

@@ -374,7 +374,9 @@ def chat_said(found: list[dict[str, Any]]) -> Any:
 
 def in_whole(dialect: str, answer: dict[str, Any]) -> Any:
     if dialect == "chat":
-        return answer["choices"][0]["message"], answer["choices"][0]["finish_reason"]
+        message = answer["choices"][0]["message"]
+        # Beside calls it is null, as at OpenAI; a stream begins before that is known.
+        return {**message, "content": message["content"] or ""}, answer["choices"][0]["finish_reason"]
     if dialect == "responses":
         return answer["output"], answer["status"]
     return answer["content"], answer["stop_reason"]
