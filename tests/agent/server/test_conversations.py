@@ -280,13 +280,13 @@ def test_what_is_remembered_is_bounded():
 
 def test_a_conversation_that_is_restarted_without_end_keeps_its_latest_roots():
     conversations = Conversations()
-    lineage = conversations.lineage_of(claude_code(1, ASK))
+    lineage = conversations.name_of(claude_code(1, ASK))
     for number in range(MAX_ROOTS + 5):
         restarted = turns(("user", f"{SUMMARY} {number}"))
-        assert conversations.lineage_of(restarted) == lineage
+        assert conversations.name_of(restarted) == lineage
         roots, _ = conversations.began(lineage)
         assert lineage_of(restarted) in roots
-        conversations.lineage_of(turns(("user", f"{SUMMARY} {number}"), ("assistant", "ok"), ASK))
+        conversations.name_of(turns(("user", f"{SUMMARY} {number}"), ("assistant", "ok"), ASK))
     assert len(roots) == MAX_ROOTS
 
 

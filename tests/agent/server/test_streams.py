@@ -308,7 +308,8 @@ def heard_calls(dialect: str, found: list[dict[str, Any]]) -> list[tuple[str, An
 
 @every_dialect
 def test_a_stream_is_not_silent_during_a_long_call(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spark_agent.server.exchange.IDLE_S", 0.0)
+    for limit in ("IDLE_S", "FIRST_WAIT_S"):
+        monkeypatch.setattr(f"spark_agent.server.exchange.{limit}", 0.0)
     stream = sent(dialect, pieces_of(WRITE, 2))
     signs = {"chat": b": keep-alive", "responses": b"event: response.in_progress", "messages": b"event: ping"}
     before_it_is_told = stream[: stream.index(b'"write"')]

@@ -121,7 +121,7 @@ def test_reasoning_that_the_prompt_has_opened_and_nobody_wants_is_over_at_once()
             prompt = engine.tokenize("How are you today?")
             generation = Generation("x", prompt, Sampling(), 20, (), thought_limit=limit)
             worker.submit(generation)
-            return "".join([event.text async for event in generation.results() if not isinstance(event, Finished)])
+            return "".join([event.text async for event in events_of(generation) if not isinstance(event, Finished)])
 
         try:
             text = asyncio.run(told())
