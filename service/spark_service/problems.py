@@ -97,7 +97,9 @@ def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 def _on_bug(_request: Request, _error: Exception) -> Response:
-    # Starlette raises the error again after this answer, so that the server logs it with its traceback.
-    return problem_response(
-        500, "internal_error", "the service failed at this request", hint="the service's log has the traceback"
-    )
+    # Starlette raises the error again after this answer, so that the server logs it with its traceback, and closes the
+    # connection: said beforehand, so that nobody sends another request over it meanwhile.
+    hint = "the service's log has the traceback"
+    answer = problem_response(500, "internal_error", "the service failed at this request", hint=hint)
+    answer.headers["Connection"] = "close"
+    return answer

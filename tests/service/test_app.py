@@ -263,6 +263,7 @@ def test_a_bug_is_a_problem_too(client: TestClient, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Store, "require_ready", fail)
     answer = client.get("/readyz")
     problem(answer, 500, "internal_error")
+    assert answer.headers["connection"] == "close"
     assert "secret" not in answer.text
 
 

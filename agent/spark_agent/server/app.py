@@ -258,5 +258,8 @@ async def _answer_nobody(_request: Request, _error: Exception) -> Response:
 
 
 async def _answer_bug(request: Request, error: Exception) -> Response:
-    # Starlette raises it again after this answer, so the log has the traceback.
-    return ApiError.of(error).response(request.scope)
+    # Starlette raises it again after this answer, so the log has the traceback, and the connection is closed then: said
+    # beforehand, so that nobody sends another request over it meanwhile.
+    answer = ApiError.of(error).response(request.scope)
+    answer.headers["Connection"] = "close"
+    return answer

@@ -266,6 +266,7 @@ def test_a_failing_engine_answers_500_and_the_next_request(agent, until, monkeyp
     error = error_of(reply)
     assert (error["type"], error["code"]) == ("server_error", code)
     assert "secret" not in error["message"]
+    assert (reply.headers.get("connection") == "close") == (code == "internal"), "the server closes it after a bug"
     # The log is written after the answer is sent.
     until(lambda: ("ZeroDivisionError" in caplog.text) == (code == "internal"))
     assert agent.answer()
