@@ -83,10 +83,13 @@ class PrefetchPlan:
 
 
 def what_pays(measured: Measured | None = None, tried: KeptTrial | None = None) -> Paying:
-    """By the newest of what a benchmark and a trial found here; else by whether a copy fits beside a layer at all."""
+    """By the newest of what a benchmark and a trial found here; else by whether a copy fits beside a layer at all.
+
+    Of one day the benchmark: after one that decides no trial begins.
+    """
     ruled_out, by_bench = _ruled_out(), _by_bench(measured)
     found = None if tried is None or tried.state == "begun" else tried
-    if measured is not None and by_bench is not None and (found is None or found.day < measured.day):
+    if measured is not None and by_bench is not None and (found is None or found.day <= measured.day):
         if by_bench.use != "trial":
             return by_bench
         if ruled_out is not None:

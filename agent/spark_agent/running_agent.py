@@ -78,7 +78,7 @@ def _get(base_url: str, path: str, key: str | None, tls: ClientTls | None, addre
         host = address or parts.hostname or ""
         return fetch(host, parts.port, "GET", path, token=key, tls=tls, timeout_s=_TIMEOUT_S)
     except ssl.SSLError as error:
-        reason = getattr(error, "verify_message", None) or error.reason or error
+        reason = getattr(error, "verify_message", None) or getattr(error, "reason", None) or error
         raise SparkError(
             f"the agent at {base_url} cannot be trusted: {reason}",
             "name who signed its certificate, or the certificate itself: --tls-ca-file FILE; and the host as it says",

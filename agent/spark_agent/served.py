@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from spark_agent.spool import Spool
     from spark_agent.transcripts.model import Transcript
 
-__all__ = ["ServedSessions", "marks_of_served", "marks_of_transcript"]
+__all__ = ["ServedSessions", "marks_of_served", "marks_of_transcript", "marks_to_record"]
 
 _MARK_BYTES = 16
 _MINUTE_S = 60.0
@@ -54,6 +54,16 @@ def marks_of_served(key: bytes, roots: Iterable[str], began_at: float | None) ->
         if began_at is not None:
             found.append(_mark(key, root, int(began_at // _MINUTE_S)))
     return found
+
+
+def marks_to_record(key: bytes, transcript: Transcript) -> list[bytes]:
+    """Digests by which a recorded conversation is known when it is served; of :func:`marks_of_transcript`.
+
+    Without a short opening that nothing tells from others': all that are served would be taken for it.
+    """
+    marks = marks_of_transcript(key, transcript)
+    opened = transcript.opened
+    return marks[1:] if opened is not None and opened.at is None else marks
 
 
 def marks_of_transcript(key: bytes, transcript: Transcript) -> list[bytes]:

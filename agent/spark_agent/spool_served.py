@@ -45,8 +45,14 @@ def is_served(connection: sqlite3.Connection, fingerprint: str, marks: Sequence[
 
 
 def is_recorded(connection: sqlite3.Connection, fingerprint: str, marks: Sequence[bytes]) -> bool:
-    """Whether recordings count any of these conversations: they did before it was served."""
-    return _is_known(connection, "transcribed", fingerprint, marks) and not is_served(connection, fingerprint, marks)
+    """Whether recordings count any of these conversations: they did before it was served.
+
+    Mark by mark: that one conversation with a short opening is served says nothing of another that is recorded.
+    """
+    return any(
+        _is_known(connection, "transcribed", fingerprint, [mark]) and not is_served(connection, fingerprint, [mark])
+        for mark in marks
+    )
 
 
 def forget(connection: sqlite3.Connection, content_ids: str, values: tuple[object, ...] = ()) -> None:

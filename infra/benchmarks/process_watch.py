@@ -104,6 +104,8 @@ def of_quarters(samples: list[Sample], inside: Path) -> list[dict[str, Any]]:
     for quarter in range(4):
         low, high = (first + (last - first) * part / 4 for part in (quarter, quarter + 1))
         part = [asdict(sample) for sample in samples if low <= sample.at <= high]
+        if not part:
+            continue  # a short run, or a machine that slept
         row: dict[str, Any] = {name: max(each[name] for each in part) for name in part[0] if name != "at"}
         row["anonymous_bytes_median"] = int(statistics.median(each["anonymous_bytes"] for each in part))
         row["anonymous_bytes_end"] = part[-1]["anonymous_bytes"]

@@ -113,7 +113,8 @@ class _Predictor:
         if found != expected or any(layer.dtype != np.int16 for layer in weights):
             raise TierError(f"guesses of layers {found}, expected {expected} of int16")
         for layer, values in enumerate(weights):
-            self._library.spark_predictor_weights(self._handle, layer, None, np.ascontiguousarray(values).ctypes.data)
+            kept = np.ascontiguousarray(values)  # until the call has returned
+            self._library.spark_predictor_weights(self._handle, layer, None, kept.ctypes.data)
 
     def replay(
         self, ids: NDArray[np.int32], threshold_units: int, *, learning: bool

@@ -35,6 +35,9 @@ REQUEST = struct.Struct("<I")
 ANSWER = struct.Struct("<BI")
 RENDERED, REFUSED, UNREADABLE, UNKNOWN = range(4)
 MAX_ANSWER_BYTES = 256 * 2**20
+MIN_ANSWER_BYTES = 4 * 2**20
+_GROWTH = 16
+"""Beyond the bytes above a prompt is not so many times as long as what it is made of: all of it would be tokenised."""
 _S_PER_BYTE = 1e-6
 """A hundred times of what rendering takes."""
 _MAX_TEMPLATES = 64
@@ -117,10 +120,13 @@ def _reason(error: Exception) -> str:
 
 
 def _limit_memory(most_bytes: int) -> None:
-    with open("/proc/self/statm") as file:  # noqa: PTH123 - pathlib is not needed otherwise
-        in_use = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    most = in_use + most_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    try:
+        with open("/proc/self/statm") as file:  # noqa: PTH123 - pathlib is not needed otherwise
+            in_use = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        pass  # no Linux: what is in use is not known, and processor time ends what takes too much
+    else:
+        resource.setrlimit(resource.RLIMIT_AS, (in_use + most_bytes, in_use + most_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
@@ -138,8 +144,9 @@ def main() -> None:
         status, text = templates.answer(request)
         raw = text.encode(errors="surrogatepass")
         signal.setitimer(signal.ITIMER_PROF, 0)
-        if len(raw) > MAX_ANSWER_BYTES:
-            status, raw = REFUSED, f"a prompt of {len(raw)} bytes, at most {MAX_ANSWER_BYTES}".encode()
+        most = min(MAX_ANSWER_BYTES, MIN_ANSWER_BYTES + _GROWTH * len(request))
+        if len(raw) > most:
+            status, raw = REFUSED, f"it makes {len(raw)} bytes of {len(request)}, expected at most {most}".encode()
         answers.write(ANSWER.pack(status, len(raw)))
         answers.write(raw)
         answers.flush()

@@ -28,7 +28,9 @@ MEMORY_BYTES = 2**30
 """What templates may take beyond the process itself."""
 _WAIT_S = 120.0
 """For an answer, on a busy machine: the process ends itself after its processor time."""
-_PASSED_ON = ("LANG", "LC_", "LD_", "PYTHON", "TZ")
+_MAX_LOST = 2
+"""Processes that a template may cost before it has ever rendered anything; it is not asked again then."""
+_PASSED_ON = ("HOME", "LANG", "LC_", "LD_", "PYTHON", "TZ")
 """How the variables begin that the process is started with; it needs no keys."""
 _PROGRAM = Path(__file__).with_name("template_process.py")
 
@@ -155,6 +157,8 @@ class ChatTemplate:
         self.source = source
         self.constants = dict(constants)
         self.number = next(_NUMBERS)
+        self._lost: int | None = 0
+        """Processes that were lost; ``None`` once it has rendered something: then a prompt may be at fault."""
         status, reason = self._ask(None)
         if status != wire.RENDERED:
             raise ChatTemplateError(f"the model's chat template cannot be read: {reason}")
@@ -174,8 +178,15 @@ class ChatTemplate:
 
     def _ask(self, variables: Mapping[str, Any] | None) -> tuple[int, str]:
         try:
-            return _HOST.ask(self, variables)
+            if self._lost is not None and self._lost >= _MAX_LOST:
+                raise _LostError
+            answer = _HOST.ask(self, variables)
+            if variables is not None and answer[0] == wire.RENDERED:
+                self._lost = None
+            return answer
         except (_LostError, OSError) as error:
+            if self._lost is not None:
+                self._lost += 1
             raise ChatTemplateError(
                 "the model's chat template fails, or takes too much time or memory",
                 "if a short conversation fails, too, take the model file from its publisher",

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spark_agent.commands.launch import _registered as registered_at
 from spark_agent.launch import TOOLS, Endpoint, cloud_variables, launch_of
+from spark_agent.running import RunningAgents
 
 FOLDER = Path("/state/launch")
 ENDPOINT = Endpoint("http://127.0.0.1:11711", "nano-q4_0", "a key", 32768)
@@ -160,3 +162,15 @@ def test_a_context_that_a_tool_fills_by_itself_is_told():
     assert not TOOLS["claude"].cramped(65536)
     assert not TOOLS["aider"].cramped(8192)
     assert not any(tool.cramped(None) for tool in TOOLS.values())
+
+
+def test_an_agent_that_listens_everywhere_is_not_meant_by_another_machines_address(monkeypatch):
+    class Known:
+        def listening_on(self, host: str, port: int) -> str:
+            return f"{host}:{port}"
+
+    monkeypatch.setattr(RunningAgents, "of_this_machine", Known)
+    assert [registered_at(host, 11711) for host in ("127.0.0.1", "localhost", "0.0.0.0")] == [
+        "127.0.0.1:11711", "localhost:11711", "0.0.0.0:11711"
+    ]  # fmt: skip
+    assert [registered_at(host, 11711) for host in ("192.0.2.7", "gpu.example.com")] == [None, None]

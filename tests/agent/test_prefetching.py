@@ -65,11 +65,12 @@ def test_what_a_trial_found_holds_until_a_newer_benchmark(state: State) -> None:
     tried = trial_of(HERE, state, GAINS, 1200, DAY)
     use = "on" if state == "on" else "off"
     assert what_pays(None, tried) == what_pays(measured(None, machine(6e9)), tried) == (use, tried.reason)
-    assert what_pays(measured(0.8), tried) == what_pays(measured(1.2), tried) == (use, tried.reason)
-    earlier = trial_of(HERE, state, GAINS, 1200, DAY - dt.timedelta(1))
-    assert [what_pays(measured(gain), earlier).use for gain in (0.8, 1.2)] == ["off", "on"]
-    # A benchmark that tells no difference does not take back what a trial told.
-    assert what_pays(measured(1.0), earlier) == (use, earlier.reason)
+    later = trial_of(HERE, state, GAINS, 1200, DAY + dt.timedelta(1))
+    assert what_pays(measured(0.8), later) == what_pays(measured(1.2), later) == (use, later.reason)
+    for earlier in (tried, trial_of(HERE, state, GAINS, 1200, DAY - dt.timedelta(1))):
+        assert [what_pays(measured(gain), earlier).use for gain in (0.8, 1.2)] == ["off", "on"], "of one day, too"
+        # A benchmark that tells no difference does not take back what a trial told.
+        assert what_pays(measured(1.0), earlier) == (use, earlier.reason)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from spark_agent.dialogue.messages import Message
 from spark_agent.errors import SpoolFullError
-from spark_agent.served import MAX_TOLD, ServedSessions, marks_of_served, marks_of_transcript
+from spark_agent.served import MAX_TOLD, ServedSessions, marks_of_served, marks_of_transcript, marks_to_record
 from spark_agent.server.conversations import Conversations, lineage_in
 from spark_agent.spool import Spool
 from spark_agent.transcripts import Transcript, read_transcripts
@@ -269,3 +270,26 @@ def test_who_counts_a_conversation_first_counts_all_of_it(spool: Spool, make_mod
     assert spool.add(model, make_session(model, 5), served=[b"d"]), "and goes on to be"
     spool.purge()
     assert spool.add(model, make_session(model, 2), served=[b"b"]), "nothing counts it any more"
+
+
+def test_a_short_opening_speaks_for_no_other_conversation(spool: Spool, make_model, make_session):
+    """Neither a recorded one without a time for those that are served, nor a served one for those that are recorded."""
+    model = make_model()
+    of = model.fingerprint
+    assert spool.add(model, make_session(model, 1), transcribed=[b"short", b"distinctive"])
+    spool.note_open(of, [b"short", b"elsewhere"])
+    assert not spool.was_served(of, [b"elsewhere"]), "what is recorded as short is taken for it"
+    spool.purge()
+    assert spool.add(model, make_session(model, 2), served=[b"short"])
+    assert spool.add(model, make_session(model, 3), transcribed=[b"short", b"distinctive"], even_if_served=True)
+    assert not spool.add(model, make_session(model, 4), served=[b"short", b"distinctive"]), "recordings count it"
+
+
+def test_a_recorded_short_opening_without_a_time_is_not_kept_for_those_that_are_served(tmp_path):
+    timeless = transcript(tmp_path, ("user", "hi"), ("assistant", "Hi."), at="2026-07-13T12:00")
+    assert timeless.opened is not None
+    assert marks_to_record(KEY, timeless) == marks_of_transcript(KEY, timeless)
+    timeless = replace(timeless, opened=replace(timeless.opened, at=None))
+    assert marks_to_record(KEY, timeless) == marks_of_transcript(KEY, timeless)[1:]
+    told = transcript(tmp_path, ("user", LONG), ("assistant", "Yes."), at="2026-07-13T12:00")
+    assert marks_to_record(KEY, told) == marks_of_transcript(KEY, told)

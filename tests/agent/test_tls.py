@@ -175,6 +175,8 @@ def test_a_known_certificate_is_the_only_one(tmp_path: Path, answering) -> None:
     with pytest.raises(ssl.SSLError, match="another certificate"):
         fetch("127.0.0.1", port, "GET", "/", tls=ClientTls(other.digest), **asked)
     assert answering.heard == [], "no key for a stranger"
+    with pytest.raises(SparkError, match=r"cannot be trusted: .*another certificate"):
+        get_json(f"https://127.0.0.1:{port}", "/health", "secret", ClientTls(other.digest))
     with pytest.raises((OSError, http.client.HTTPException)):
         fetch("127.0.0.1", port, "GET", "/", **asked)
 

@@ -174,3 +174,29 @@ def test_threads_get_their_own_answers() -> None:
     template = ChatTemplate("{{ x }}", {})
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda x: template.render({"x": x}), range(200))) == [str(x) for x in range(200)]
+
+
+def test_a_prompt_much_longer_than_what_it_is_made_of_is_refused() -> None:
+    """All of it would be tokenised before anybody finds that it does not fit."""
+    template = ChatTemplate("{% for i in range(times) %}{{ text }}{% endfor %}", {})
+    assert len(template.render({"times": 15, "text": "x" * 2**20})) == 15 * 2**20
+    with pytest.raises(ChatTemplateError, match="expected at most"):
+        template.render({"times": 25, "text": "x" * 2**20})
+
+
+def test_a_template_that_never_renders_is_not_asked_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templates, "CPU_S", 0.05)
+    hanging = ChatTemplate(HOSTILE["loops in loops"], {})
+    started = []
+    start = templates._Process.__init__
+
+    def counted(process: Any) -> None:
+        started.append(process)
+        start(process)
+
+    monkeypatch.setattr(templates._Process, "__init__", counted)
+    for _ in range(5):
+        with pytest.raises(ChatTemplateError, match="takes too much time"):
+            hanging.render({})
+    assert len(started) <= templates._MAX_LOST
+    assert ChatTemplate("{{ text }}", {}).render({"text": "others go on"}) == "others go on"

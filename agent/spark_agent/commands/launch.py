@@ -18,7 +18,7 @@ from spark_agent.errors import SparkError
 from spark_agent.files import replacing
 from spark_agent.launch import TOOLS, Endpoint, Launch, launch_of
 from spark_agent.paths import api_key_path, ensure_private_dir, launch_dir
-from spark_agent.running import RunningAgents
+from spark_agent.running import RunningAgent, RunningAgents
 from spark_agent.running_agent import ask_agent
 from spark_agent.tls import ClientTls
 from spark_schemas.local_address import is_loopback
@@ -109,11 +109,18 @@ def launch_command(
         raise SparkError(f"cannot run {program}: {error.strerror}", chosen.install) from error
 
 
+def _registered(host: str, port: int) -> RunningAgent | None:
+    """The agent of this machine that is meant. One that listens everywhere has the port of no other machine."""
+    if not (is_loopback(host) or is_own_address(reachable(host))):
+        return None
+    return RunningAgents.of_this_machine().listening_on(host, port)
+
+
 def _found(
     where: tuple[str, int], key: str | None, *, tls: bool, ca_file: Path | None
 ) -> tuple[AgentInfo, Path | None]:
     """What the agent says, and the file of those whom its tool must be told to trust, if any."""
-    registered = RunningAgents.of_this_machine().listening_on(*where)
+    registered = _registered(*where)
     if registered is None:
         if not tls:
             return ask_agent(base_url_of(*where), key), None
@@ -127,7 +134,7 @@ def _found(
 
 def _key_of(context: AgentContext, file: Path | None, host: str, port: int) -> str | None:
     """What the agent at an address asks for, as far as it is known here."""
-    registered = RunningAgents.of_this_machine().listening_on(host, port)
+    registered = _registered(host, port)
     if file is None and registered is not None:
         return registered.token
     named = named_api_key(context.environment, file)

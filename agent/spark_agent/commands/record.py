@@ -195,7 +195,7 @@ def _record(
 ) -> None:
     from spark_agent.recorded import missing, stretches
     from spark_agent.recording import DECODE_BATCH, record, segments_of, tokens_of
-    from spark_agent.served import marks_of_transcript
+    from spark_agent.served import marks_of_transcript, marks_to_record
     from spark_runtime.chat import ChatFormat
     from spark_runtime.engine import Engine, context_for
     from spark_runtime.gguf_file import read_gguf
@@ -257,12 +257,13 @@ def _record(
                 engine.shape,
                 histogram,
                 stretches(key, tokens, left),
-                transcribed=marks,
+                transcribed=[] if demo else marks_to_record(key, item),
                 even_if_served=include_served,
             )
             # It may have come to be served while it was computed here.
             if not (added or was_served or include_served) and spool.was_served(engine.shape.fingerprint, marks):
                 report.served += 1
+                advance(1)
                 continue
             report.note(workload, segments, sum(end - start for start, end in left) if added else 0)
             advance(1)

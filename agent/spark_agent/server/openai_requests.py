@@ -40,10 +40,15 @@ class ContentPart(ApiModel):
     text: str | None = None
     refusal: str | None = None
 
+    @property
+    def said(self) -> str | None:
+        """Its text; ``None`` of a file."""
+        return None if self.type in _FILES else self.text or self.refusal or ""
+
     def shown(self, where: str, *, refusing: bool) -> str:
         """Its text; a file is refused, or told of."""
-        if self.type not in _FILES:
-            return self.text or self.refusal or ""
+        if self.said is not None:
+            return self.said
         if refusing:
             message = f"{where}.type: {self.type} is not supported: this server reads text only"
             raise ApiError(400, message, "invalid_request", param=f"{where}.type")
@@ -107,7 +112,8 @@ class ChatMessage(ApiModel):
         reasoning = self.reasoning_content or self.reasoning or ""
         name = names.get(self.tool_call_id or "", self.name)
         text = self._text(f"{where}.content", refusing=refusing and role != "tool")
-        blocks = tuple(part.text for part in self.content if part.text) if isinstance(self.content, list) else ()
+        parts = self.content if isinstance(self.content, list) else []
+        blocks = tuple(said for part in parts if (said := part.said))
         return Message(role, text, reasoning, calls, self.tool_call_id, name, blocks)
 
 

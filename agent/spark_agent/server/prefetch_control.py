@@ -172,9 +172,13 @@ class PrefetchControl:
         except TierError as error:
             self._ongoing, self._told = None, ("off", f"it could not be changed: {error}")
             self._output.warning(f"experts are not fetched early any more: {error}")
-            tier.set_early(NO_EARLY_FETCH)
-            if tier.start is not None:
-                self._engine.place(tier.start)  # a device that failed in the middle has no slots until then
+            try:
+                tier.set_early(NO_EARLY_FETCH)
+                if tier.start is not None:
+                    self._engine.place(tier.start)  # a device that failed in the middle has no slots until then
+            except TierError as fault:
+                # The next step says so to whom it concerns; whoever ends the agent must get on with it.
+                self._output.warning(f"slots could not be filled again: {fault}")
 
     def _keep(self, ongoing: _Ongoing, state: State) -> str:
         """Keep what was found, and tell it."""

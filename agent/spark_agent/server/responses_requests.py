@@ -157,8 +157,7 @@ def _item(
             raise _invalid(f"{where}.role: found {role!r}, expected user, assistant, system or developer", where)
         content = item.get("content")
         text = _text(content, f"{where}.content", refusing=refusing)
-        blocks = tuple(part["text"] for part in content if part.get("text")) if isinstance(content, list) else ()
-        return Message(role, text, blocks=blocks)
+        return Message(role, text, blocks=_blocks(content) if isinstance(content, list) else ())
     if kind == "reasoning":
         # Another server's reasoning may be sealed.
         thought = _text(item.get("content") or item.get("summary") or [], f"{where}.content")
@@ -196,6 +195,12 @@ def _call(item: dict[str, Any], kind: str, identifier: str, where: str, tools: R
     if not isinstance(arguments, str) or not isinstance(load_json(arguments), dict):
         raise _invalid(f"{where}: expected a name, and arguments as JSON text of an object", where)
     return ToolCall(identifier, told, arguments)
+
+
+def _blocks(content: list[dict[str, Any]]) -> tuple[str, ...]:
+    """The texts of parts that :func:`_text` took; what stands for a file is none."""
+    texts = (part.get("text", part.get("refusal")) for part in content if kind_of(part) in _PARTS)
+    return tuple(text for text in texts if text)
 
 
 def _text(content: Any, where: str, *, refusing: bool = True) -> str:

@@ -41,8 +41,8 @@ def _size_bytes(message: Message) -> int:
 
     Strings that others hold as well count each time.
     """
-    texts = [message.text, message.reasoning, message.call_id, message.name]
-    size = sys.getsizeof(message) + sys.getsizeof(message.calls)
+    texts = [message.text, message.reasoning, message.call_id, message.name, *message.blocks]
+    size = sys.getsizeof(message) + sys.getsizeof(message.calls) + sys.getsizeof(message.blocks)
     for call in message.calls:
         size += sys.getsizeof(call)
         texts += [call.id, call.name, call.arguments]

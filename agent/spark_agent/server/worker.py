@@ -169,8 +169,10 @@ class Worker:
         # Silenced before looking: what is added from here on rings again.
         while not self._bell.empty():
             self._bell.get_nowait()
-        while self._inbox:
-            self._scheduler.submit(self._inbox.popleft())
+        # Counted by submit() meanwhile: what has left the one line must be in the other.
+        with self._adding:
+            while self._inbox:
+                self._scheduler.submit(self._inbox.popleft())
         for gone in self._scheduler.drop(lambda job: job.generation.cancelled.is_set()):
             self._left_line(gone)
             self._tell(gone, AbandonedError())

@@ -236,6 +236,8 @@ ggml_status compute_tiered(ggml_backend_t backend, tier & tier, ggml_cgraph * gr
         tier.fault = error.text;
     } catch (const std::bad_alloc &) {
         tier.fault = "no memory";
+    } catch (const std::exception & error) {
+        tier.fault = error.what();  // no thread can be had, for instance
     }
     log_fault(tier.fault);
     return GGML_STATUS_FAILED;

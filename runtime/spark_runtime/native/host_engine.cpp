@@ -208,8 +208,12 @@ class host_engine : public engine {
         for (const move & move : moves) {
             tier_layer & next = *layer.of->layers[layer.index + 1];
             holds_of(next)[move.slot] = pool.layers[next.index].first + move.expert;
-            early->submit(move.slot, next.tensors.size(), [&next, move](size_t k) { load(next.tensors[k], move.expert, move.slot); });
             flight_of = &next;
+            try {
+                early->submit(move.slot, next.tensors.size(), [&next, move](size_t k) { load(next.tensors[k], move.expert, move.slot); });
+            } catch (const std::bad_alloc &) {
+                load(next, move.expert, move.slot);  // the slot is the expert's already
+            }
         }
     }
 

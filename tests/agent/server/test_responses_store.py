@@ -37,9 +37,10 @@ def test_one_that_is_over_the_bound_takes_nothing_with_it_for_good():
         lambda seed: [
             Message("assistant", "", calls=tuple(ToolCall(f"{seed} {n}", "read", f"{n} {seed}") for n in range(250)))
         ],
+        lambda seed: [Message("user", "", blocks=tuple(f"{seed} {number}" for number in range(500)))],
         lambda seed: [Message("tool", "", call_id=f"{seed}" + "x" * 2**15, name=f"{seed}" + "x" * 2**15)],
     ],
-    ids=["long", "wide", "many", "calls", "names"],
+    ids=["long", "wide", "many", "calls", "parts", "names"],
 )
 def test_it_is_bounded_in_bytes_whatever_is_sent(make, monkeypatch):
     limit = 2**21

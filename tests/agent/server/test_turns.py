@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 from typing import Any
 
 import pytest
 from generated import events_of
 
 from spark_agent.errors import SpoolFullError
-from spark_agent.server.generation import Events, Finished, Generation, GenerationReport, Piece
+from spark_agent.server.generation import BusyError, Events, Finished, Generation, GenerationReport, Piece
 from spark_agent.server.sessions import LiveSessions
 from spark_agent.server.worker import Worker
 from spark_runtime.engine import Engine, EngineOptions
@@ -211,3 +212,39 @@ def test_conversations_that_keep_coming_do_not_pile_up(full: bool) -> None:
         assert faults == []
         assert most_open <= 6
         assert sorted(map(int, kept)) == list(range(24))
+
+
+def test_a_request_on_its_way_into_the_line_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more than the line holds would end the thread that computes."""
+    monkeypatch.setattr("spark_agent.server.worker.MAX_WAITING", 1)
+    with Engine.load(demo_model_path(), EngineOptions(n_ctx=256, n_threads=1, n_outputs_max=1)) as engine:
+        worker = Worker(engine, LiveSessions(engine.shape, lambda *_: None, lambda: 0.0), pytest.fail)
+        enter = worker._scheduler.submit
+
+        async def ask() -> list[BaseException | None]:
+            generations = [Generation(str(number), [5, 6], Sampling(), 2, ()) for number in range(2)]
+            worker.submit(generations[0])
+            found: list[BaseException | None] = []
+
+            def another() -> None:
+                try:
+                    worker.submit(generations[1])
+                except BusyError as error:
+                    found.append(error)
+                else:
+                    found.append(None)
+
+            meanwhile = threading.Thread(target=another)
+
+            def slowly(job: Any) -> None:
+                meanwhile.start()
+                meanwhile.join(0.2)
+                enter(job)
+
+            monkeypatch.setattr(worker._scheduler, "submit", slowly)
+            worker._take_in()
+            meanwhile.join()
+            return found
+
+        [error] = asyncio.run(ask())
+        assert isinstance(error, BusyError)
