@@ -148,6 +148,11 @@ def test_a_shown_file_is_no_part_of_a_session_s_root():
     served = lineage_of(messages_of([message, later], ResponsesTools([])))
     recorded = read_codex([(1, {"type": "response_item", "payload": message})], Problems())
     assert served == recorded.lineage == conversation_lineage(TASK)
+    odd = [{"type": "input_image", "text": 5}, {"type": "input_image", "text": "no text"}]
+    told, _ = messages_of(
+        [{"role": "user", "content": [*odd, {"type": "input_text", "text": TASK}]}, later], ResponsesTools([])
+    )
+    assert told.blocks == (TASK,), "what stands for a file is none"
     image = {"type": "image_url", "image_url": {"url": "data:"}}
     content = [image, {"type": "text", "text": TASK}]
     body = {"messages": [{"role": "user", "content": content}, later]}
