@@ -5,11 +5,11 @@
 
 namespace spark {
 
-template <typename type> void cuda_tables::send(const type * to, const std::vector<type> & from) {
+template <typename type, typename allocator> void cuda_tables::send(const type * to, const std::vector<type, allocator> & from) {
     gpu.check(gpu.cu.cuMemcpyHtoD(reinterpret_cast<CUdeviceptr>(to), from.data(), from.size() * sizeof(type)), "cuMemcpyHtoD");
 }
 
-template <typename type> void cuda_tables::fetch(std::vector<type> & to, const type * from) {
+template <typename type, typename allocator> void cuda_tables::fetch(std::vector<type, allocator> & to, const type * from) {
     gpu.check(gpu.cu.cuMemcpyDtoH(to.data(), reinterpret_cast<CUdeviceptr>(from), to.size() * sizeof(type)), "cuMemcpyDtoH");
 }
 

@@ -42,15 +42,8 @@ class cuda_tables {
     device_array weights;        // of the predictor
     device_array masks;          // what a call around the slots touches, a word for each entry
     std::vector<int32_t> loaded;  // slot_of as of the last upload or download: which slots hold what
-    template <typename type> void send(const type * to, const std::vector<type> & from);
-    template <typename type> void fetch(std::vector<type> & to, const type * from);
-    // The same of the predictor's weights, which lie in memory of another kind.
-    void send(const int16_t * to, const weight_array & from) {
-        gpu.check(gpu.cu.cuMemcpyHtoD(reinterpret_cast<CUdeviceptr>(to), from.data(), from.size() * sizeof(int16_t)), "cuMemcpyHtoD");
-    }
-    void fetch(weight_array & to, const int16_t * from) {
-        gpu.check(gpu.cu.cuMemcpyDtoH(to.data(), reinterpret_cast<CUdeviceptr>(from), to.size() * sizeof(int16_t)), "cuMemcpyDtoH");
-    }
+    template <typename type, typename allocator> void send(const type * to, const std::vector<type, allocator> & from);
+    template <typename type, typename allocator> void fetch(std::vector<type, allocator> & to, const type * from);
 };
 
 }  // namespace spark
