@@ -20,9 +20,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from spark_runtime.devices import device_at, registered_devices, typed
+from spark_runtime.devices import device_at, registered_devices
 from spark_runtime.errors import UnsupportedModelError
-from spark_runtime.ggml import LOG_CALLBACK, GgmlTensor, complaints, ggml_base, type_name
+from spark_runtime.ggml import LOG_CALLBACK, GgmlTensor, complaints, ggml_base, type_name, typed
 from spark_runtime.gguf_file import GgufModel, TensorInfo
 from spark_runtime.llama import bindings, context_tokens
 from spark_runtime.memory_plan import DeviceNeeds, Needs

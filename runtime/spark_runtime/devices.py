@@ -7,12 +7,12 @@ import functools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from spark_runtime.ggml import ggml_base, library_dir
+from spark_runtime.ggml import ggml_base, library_dir, typed
 from spark_runtime.llama import bindings
 
-__all__ = ["Device", "DeviceBytes", "device_at", "gpus", "registered_devices", "typed"]
+__all__ = ["Device", "DeviceBytes", "device_at", "gpus", "registered_devices"]
 
 _CARD, _GPU_IN_PROCESSOR = 1, 2
 """In ggml's numbering."""
@@ -70,14 +70,6 @@ def registered_devices() -> list[Device]:
 def gpus() -> list[Device]:
     """Those that are GPUs."""
     return [device for device in registered_devices() if device.is_gpu]
-
-
-def typed(library: ctypes.CDLL, signatures: dict[str, tuple[Any, list[Any]]]) -> ctypes.CDLL:
-    """The library, with the types of these functions' results and arguments set."""
-    for name, (result, arguments) in signatures.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-    return library
 
 
 _ADDRESS, _TEXT = ctypes.c_void_p, ctypes.c_char_p

@@ -13,10 +13,10 @@ import importlib.util
 import os
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from spark_runtime.errors import InstallationError
 
@@ -32,6 +32,7 @@ __all__ = [
     "op_number",
     "share_registry",
     "type_name",
+    "typed",
 ]
 
 LLAMA_CPP_PYTHON_VERSION = "0.3.36"
@@ -169,6 +170,14 @@ def _share_libstdcxx() -> None:
         ctypes.CDLL("libstdc++.so.6", mode=ctypes.RTLD_GLOBAL)
 
 
+def typed(library: ctypes.CDLL, signatures: Mapping[str, tuple[Any, list[Any]]]) -> ctypes.CDLL:
+    """The library, with the types of these functions' results and arguments set."""
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
 @functools.cache
 def ggml_base() -> ctypes.CDLL:
     """The loaded ``libggml-base`` with argument and result types set."""
@@ -180,9 +189,7 @@ def ggml_base() -> ctypes.CDLL:
         library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     except OSError as error:
         raise InstallationError(f"cannot load {path.name} of llama-cpp-python: {error}", _INSTALL_HINT) from error
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
+    typed(library, _SIGNATURES)
     library.ggml_log_set(LOG_CALLBACK, None)
     library.ggml_set_abort_callback(_ABORT_CALLBACK)
     return library

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spark_runtime.errors import TierError
+from spark_runtime.ggml import typed
 from spark_runtime.native_tap import native_library
 from spark_runtime.simulator.guesses import Guesses, Weights
 from spark_runtime.simulator.traces import LayerClass, Trace
@@ -37,11 +38,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    library = native_library()
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-    return library
+    return typed(native_library(), _SIGNATURES)
 
 
 class NativeGuesser:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from spark_runtime.early_fetch import EarlyFetch
 from spark_runtime.errors import ClosedError, InstallationError, TierError
-from spark_runtime.ggml import share_registry
+from spark_runtime.ggml import share_registry, typed
 from spark_runtime.native.nvrtc import kernels_path
 from spark_runtime.native_tap import native_library
 from spark_runtime.tier_start import LayerStart
@@ -159,11 +159,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
 def tier_library() -> ctypes.CDLL:
     """The native library, ready for tiers; raises :class:`InstallationError` when it cannot be built or used."""
     share_registry()
-    library = native_library()
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-    return library
+    return typed(native_library(), _SIGNATURES)
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from spark_runtime.early_fetch import NO_EARLY_FETCH, EarlyFetch
 from spark_runtime.errors import TierError
+from spark_runtime.ggml import typed
 from spark_runtime.native_tap import native_library
 from spark_runtime.native_tier import LayerCounts
 from spark_runtime.tier import PHASES
@@ -115,11 +116,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    library = native_library()
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-    return library
+    return typed(native_library(), _SIGNATURES)
 
 
 class PoolView:
