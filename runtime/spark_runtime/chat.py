@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -85,20 +85,30 @@ class ChatFormat:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         options: Mapping[str, Any] | None = None,
+        meanwhile: Callable[[], object] | None = None,
     ) -> str:
         """The prompt that asks for the next assistant message; ``options`` are the template's own variables.
 
+        ``meanwhile`` is called once while it is rendered (:meth:`spark_runtime.templates.ChatTemplate.render`).
         Raises :class:`ChatTemplateError` when the template refuses, for example two user messages in a row.
         """
         declared: Any = list(tools) or self._no_tools
         own = {name: value for name, value in (options or {}).items() if name not in _RESERVED}
         messages = list(messages)
         concerns_tools = bool(tools) or any("tool_calls" in each or each["role"] == "tool" for each in messages)
-        return self._run(self._tool_format if concerns_tools else self._format, messages, declared, own)
+        return self._run(self._tool_format if concerns_tools else self._format, messages, declared, own, meanwhile)
 
-    def _run(self, form: ChatTemplate, messages: list[Any], tools: Any, options: Mapping[str, Any]) -> str:
+    def _run(
+        self,
+        form: ChatTemplate,
+        messages: list[Any],
+        tools: Any,
+        options: Mapping[str, Any],
+        meanwhile: Callable[[], object] | None = None,
+    ) -> str:
         given = dict.fromkeys(("functions", "function_call", "tool_choice"))
-        return form.render({**options, **given, "messages": messages, "tools": tools, "add_generation_prompt": True})
+        variables = {**options, **given, "messages": messages, "tools": tools, "add_generation_prompt": True}
+        return form.render(variables, meanwhile)
 
     @cached_property
     def _no_tools(self) -> list[Any] | None:

@@ -13,14 +13,14 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from spark_runtime import template_process as wire
 from spark_runtime.errors import ChatTemplateError
 
-__all__ = ["ChatTemplate"]
+__all__ = ["ChatTemplate", "rendering"]
 
 CPU_S = 5.0
 """Processor time for a prompt; the slowest template takes some milliseconds for a long conversation."""
@@ -37,6 +37,28 @@ _PROGRAM = Path(__file__).with_name("template_process.py")
 
 class _LostError(Exception):
     """The process died or took too long."""
+
+
+class _Meanwhile:
+    """Work for the time in which the process renders. It is done once, and what it raises waits until it was read."""
+
+    def __init__(self, work: Callable[[], object] | None = None) -> None:
+        self._work = work
+        self._fault: Exception | None = None
+
+    def __call__(self) -> None:
+        work, self._work = self._work, None
+        try:
+            if work is not None:
+                work()
+        except Exception as fault:
+            self._fault = fault
+
+    def finish(self) -> None:
+        """Raise what the work raised."""
+        self()
+        if self._fault is not None:
+            raise self._fault
 
 
 class _Process:
@@ -61,10 +83,11 @@ class _Process:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, request: bytes) -> tuple[int, str]:
+    def ask(self, request: bytes, meanwhile: _Meanwhile) -> tuple[int, str]:
         """Status and text; raises :class:`_LostError`."""
         try:
             self._socket.sendall(wire.REQUEST.pack(len(request)) + request)
+            meanwhile()
             status, length = wire.ANSWER.unpack(self._read(wire.ANSWER.size))
             if length > wire.MAX_ANSWER_BYTES:
                 raise _LostError
@@ -95,23 +118,29 @@ class _Host:
         self._lock = threading.Lock()
         self._process: _Process | None = None
 
-    def ask(self, template: ChatTemplate, variables: Mapping[str, Any] | None) -> tuple[int, str]:
+    def ask(
+        self, template: ChatTemplate, variables: Mapping[str, Any] | None, meanwhile: _Meanwhile
+    ) -> tuple[int, str]:
         number = template.number
         request = _request(template, variables, source=False)
         with self._lock:
             process = self._running()
             try:
                 if number in process.sent:
-                    answer = process.ask(request)
+                    answer = process.ask(request, meanwhile)
                     if answer[0] != wire.UNKNOWN:
                         return answer
                 process.sent.add(number)
-                return process.ask(_request(template, variables, source=True))
+                return process.ask(_request(template, variables, source=True), meanwhile)
             except BaseException:
                 # Also where this thread is interrupted: the answer would be taken for the next one's.
                 self._process = None
                 process.end()
                 raise
+
+    @property
+    def busy(self) -> bool:
+        return self._lock.locked()
 
     def _running(self) -> _Process:
         if self._process is not None and not self._process.alive:
@@ -146,6 +175,11 @@ os.register_at_fork(after_in_child=_HOST.forget)
 _NUMBERS = itertools.count()
 
 
+def rendering() -> bool:
+    """Whether the process is busy: who renders now waits for another one's text."""
+    return _HOST.busy
+
+
 class ChatTemplate:
     """A Jinja template with the functions, filters and options that Hugging Face's Transformers gives it.
 
@@ -159,28 +193,31 @@ class ChatTemplate:
         self.number = next(_NUMBERS)
         self._lost: int | None = 0
         """Processes that were lost; ``None`` once it has rendered something: then a prompt may be at fault."""
-        status, reason = self._ask(None)
+        status, reason = self._ask(None, _Meanwhile())
         if status != wire.RENDERED:
             raise ChatTemplateError(f"the model's chat template cannot be read: {reason}")
 
-    def render(self, variables: Mapping[str, Any]) -> str:
+    def render(self, variables: Mapping[str, Any], meanwhile: Callable[[], object] | None = None) -> str:
         """The text; raises :class:`ChatTemplateError` with the template's own reason where it refuses.
 
-        ``variables`` hold what JSON can say.
+        ``variables`` hold what JSON can say. ``meanwhile`` is called once, while the text is made elsewhere: what need
+        not wait for it takes no time then. It must not render itself, and what it raises is raised when the text came.
         """
-        status, text = self._ask(dict(variables))
+        work = _Meanwhile(meanwhile)
+        status, text = self._ask(dict(variables), work)
         if status != wire.RENDERED:
             raise ChatTemplateError(
                 f"the model's chat template rejects these messages: {text}",
                 "check the order of roles and that every content is text",
             )
+        work.finish()
         return text
 
-    def _ask(self, variables: Mapping[str, Any] | None) -> tuple[int, str]:
+    def _ask(self, variables: Mapping[str, Any] | None, meanwhile: _Meanwhile) -> tuple[int, str]:
         try:
             if self._lost is not None and self._lost >= _MAX_LOST:
                 raise _LostError
-            answer = _HOST.ask(self, variables)
+            answer = _HOST.ask(self, variables, meanwhile)
             if variables is not None and answer[0] == wire.RENDERED:
                 self._lost = None
             return answer

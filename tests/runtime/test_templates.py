@@ -170,6 +170,32 @@ def test_more_templates_than_the_process_keeps() -> None:
         assert [each.render({"x": "y"}) for each in many] == [f"{each} y" for each in range(150)]
 
 
+def test_what_is_done_meanwhile_is_done_once() -> None:
+    first = ChatTemplate("{{ x }}", {})
+    done: list[int] = []
+    assert first.render({"x": 1}, lambda: done.append(1)) == "1"
+    assert done == [1]
+    # The process has forgotten the template and is asked twice.
+    others = [ChatTemplate(f"{number}{{{{ x }}}}", {}) for number in range(70)]
+    assert first.render({"x": 2}, lambda: done.append(2)) == "2"
+    assert done == [1, 2]
+    assert [each.render({"x": "!"}) for each in others[:3]] == ["0!", "1!", "2!"]
+
+
+def test_what_goes_wrong_meanwhile_is_told_and_spoils_nothing() -> None:
+    template = ChatTemplate("{{ raise_exception('no') if x < 0 else x }}", {})
+
+    def fail() -> None:
+        raise OSError("meanwhile")
+
+    with pytest.raises(OSError, match="meanwhile"):
+        template.render({"x": 1}, fail)
+    assert template.render({"x": 2}) == "2"
+    with pytest.raises(ChatTemplateError, match="no"):
+        template.render({"x": -1}, fail)
+    assert template.render({"x": 3}) == "3"
+
+
 def test_threads_get_their_own_answers() -> None:
     template = ChatTemplate("{{ x }}", {})
     with ThreadPoolExecutor(8) as pool:

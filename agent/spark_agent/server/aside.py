@@ -14,8 +14,8 @@ SHORT_CHARACTERS = 16384
 _T = TypeVar("_T")
 
 
-async def aside(function: Callable[..., _T], *arguments: object, size: int) -> _T:
-    """Call the function, on another thread if the work on ``size`` characters may take a while."""
-    if size <= SHORT_CHARACTERS:
+async def aside(function: Callable[..., _T], *arguments: object, size: int, waits: bool = False) -> _T:
+    """Call the function, on another thread if the work on ``size`` characters may take a while, or has to wait."""
+    if size <= SHORT_CHARACTERS and not waits:
         return function(*arguments)
     return await run_in_threadpool(function, *arguments)

@@ -17,6 +17,7 @@ from spark_agent.server.prompting import Prompting
 from spark_agent.server.reasoning import ReasoningAsk
 from spark_agent.server.worker import Worker
 from spark_runtime.sampling import Sampling
+from spark_runtime.templates import rendering
 
 __all__ = ["Answering", "Ask", "Ended", "Exchange", "Idle", "LineageOf", "Opened", "Output", "Said", "WorkloadOf"]
 
@@ -236,7 +237,7 @@ class Exchange:
     async def count(self, ask: Ask) -> int:
         """Tokens of a prompt, also of one that does not fit."""
         try:
-            prepared = await aside(self._prompting.prepare, ask, size=ask.size)
+            prepared = await aside(self._prompting.prepare, ask, size=ask.size, waits=rendering())
         except ContextExceededError as error:
             return error.prompt_tokens
         return len(prepared.tokens)
@@ -244,10 +245,15 @@ class Exchange:
     async def start(self, ask: Ask, headers: Mapping[str, str], model: str | None) -> Answering:
         """Submit it; raise :class:`ApiError` for what cannot be asked of this model. ``model`` as it was named."""
         messages = ask.messages or (Message("user", ask.raw if isinstance(ask.raw, str) else ""),)
-        workload = self._workload_of(headers, messages, model)
-        prepared = await aside(self._prompting.prepare, ask, size=ask.size)
+        found: list[tuple[str, str | None]] = []
+
+        def find() -> None:
+            found.append((self._lineage_of(messages), self._workload_of(headers, messages, model)))
+
+        prepared = await aside(self._prompting.prepare, ask, find, size=ask.size, waits=rendering())
+        [(lineage, workload)] = found
         generation = Generation(
-            lineage=await aside(self._lineage_of, messages, size=ask.size),
+            lineage=lineage,
             tokens=prepared.tokens,
             sampling=replace(ask.sampling, grammar=prepared.grammar),
             max_tokens=ask.max_tokens,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -67,14 +67,18 @@ class Prompting:
         """How the model writes calls and reasoning."""
         return self._format
 
-    def prepare(self, ask: Ask) -> Prepared:
-        """Render, tokenise and check; raise :class:`ApiError`. May take a while."""
+    def prepare(self, ask: Ask, meanwhile: Callable[[], object] = lambda: None) -> Prepared:
+        """Render, tokenise and check; raise :class:`ApiError`. May take a while.
+
+        ``meanwhile`` is called once, where there is time for it.
+        """
         self._check_biases(ask)
         if ask.raw is not None:
+            meanwhile()
             tokens = self._chat.tokenize(ask.raw) if isinstance(ask.raw, str) else list(ask.raw)
             return self._fitting(tokens, self._answer_grammar(ask, ""), None)
         tools = ask.tools if ask.choice.mode != "none" else ()
-        prompt = self._rendered(ask, tools)
+        prompt = self._rendered(ask, tools, meanwhile)
         tokens = self._chat.tokenize(prompt)
         grammar = self._grammar(ask, tools, prompt)
         limit = self._thought_limit(ask, prompt, demanded=grammar is not None)
@@ -112,12 +116,13 @@ class Prompting:
                 message = f"{name}: found token {wrong}, expected 0 to {most - 1}"
                 raise ApiError(400, message, "invalid_request", param=name)
 
-    def _rendered(self, ask: Ask, tools: Sequence[Tool]) -> str:
+    def _rendered(self, ask: Ask, tools: Sequence[Tool], meanwhile: Callable[[], object]) -> str:
         try:
             prompt = self._chat.prompt(
                 self._for_template(ask.messages, tools),
                 tools=[tool.declared() for tool in tools] if self._format.described else (),
                 options=self._options(ask),
+                meanwhile=meanwhile,
             )
         except ChatTemplateError as error:
             raise ApiError(400, str(ApiError.of(error)), "chat_template", param="messages") from error

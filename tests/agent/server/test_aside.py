@@ -14,6 +14,13 @@ def test_what_takes_long_lets_others_be_answered(size, here):
     assert asyncio.run(where()) is here
 
 
+def test_what_has_to_wait_lets_others_be_answered():
+    async def elsewhere() -> bool:
+        return await aside(threading.get_ident, size=0, waits=True) != threading.get_ident()
+
+    assert asyncio.run(elsewhere())
+
+
 @pytest.mark.parametrize("size", [0, SHORT_CHARACTERS + 1])
 def test_failures_come_through(size):
     with pytest.raises(ZeroDivisionError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from typing import Any
@@ -11,9 +12,10 @@ import pytest
 
 from spark_agent.dialogue.events import Call, Reasoning, Text, merged
 from spark_agent.dialogue.messages import Message, Tool, ToolCall, ToolChoice
-from spark_agent.server.exchange import Ask
+from spark_agent.server.exchange import Ask, Exchange
 from spark_agent.server.prompting import Prompting
 from spark_agent.server.reasoning import ReasoningAsk
+from spark_runtime import templates
 from spark_runtime.chat import ChatFormat
 from spark_runtime.sampling import Sampling
 
@@ -91,6 +93,27 @@ def asked(prompting: Prompting, *messages: Message, **members: Any) -> tuple[str
     ask = Ask(Sampling(), messages=messages, **{"tools": (LOOK,), **members})
     prepared = prompting.prepare(ask)
     return "".join(map(chr, prepared.tokens)), prepared.parser
+
+
+@pytest.mark.parametrize("asked_for", [{"messages": (Message("user", "hi"),)}, {"raw": "hi"}, {"raw": (1, 2)}])
+def test_what_is_to_be_done_meanwhile_is_done_once(asked_for: dict[str, Any]) -> None:
+    done: list[int] = []
+    prompting_of(families.CHATML).prepare(Ask(Sampling(), **asked_for), lambda: done.append(1))
+    assert done == [1]
+
+
+def test_others_are_served_while_a_prompt_waits_for_another_one() -> None:
+    unused: Any = None
+    exchange = Exchange(unused, prompting_of(families.CHATML), unused, unused)
+    ask = Ask(Sampling(), messages=(Message("user", "hi"),))
+
+    async def counted() -> int:
+        with templates._HOST._lock:
+            counting = asyncio.ensure_future(exchange.count(ask))
+            await asyncio.sleep(0)  # which would never return if the loop itself waited
+        return await counting
+
+    assert asyncio.run(counted()) > 0
 
 
 def heard(parser: Any, text: str) -> list[Any]:
