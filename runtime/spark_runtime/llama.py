@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from spark_runtime.errors import ClosedError, ContextFullError, DecodeError, UnsupportedModelError
 from spark_runtime.ggml import LOG_CALLBACK, complaints, ggml_base
+from spark_runtime.huge_pages import HugePages
 from spark_runtime.prompt_tokens import SpecialToken
 from spark_runtime.tap import Tap
 
@@ -122,20 +123,34 @@ class LlamaContext:
         self.n_batch = n_batch
         self._n_outputs = 0
         options = options or LoadOptions(n_gpu_layers=n_gpu_layers)
-        self._load(path, options)
+        # Tiers and drivers see to their own memory.
+        memory = HugePages() if not options.n_gpu_layers and not options.devices else None
+        self._load(path, options, memory)
         try:
             options.loaded()
         except BaseException:
             self.close()
             raise
         self._open(path, n_ctx, n_batch, n_threads, options)
+        if memory is not None:
+            memory.ask()
         self._open_vocab = self._llama.llama_model_get_vocab(self._model)
         self.n_vocab: int = self._llama.llama_vocab_n_tokens(self._vocab)
         # llama.cpp rounds up; what was asked for is what placement and memory were planned with.
         self.n_ctx: int = min(n_ctx, self._llama.llama_n_ctx_seq(self._context))
 
-    def _load(self, path: Path, options: LoadOptions) -> None:
+    def _load(self, path: Path, options: LoadOptions, memory: HugePages | None) -> None:
         params = self._llama.llama_model_default_params()
+        waiting = [memory] if memory is not None else []
+
+        def loads(_share: float, _data: object) -> bool:
+            # Called first when there is memory for all weights, and nothing in it.
+            while waiting:
+                waiting.pop().ask()
+            return True
+
+        progress = type(params.progress_callback)(loads)
+        params.progress_callback = progress
         params.n_gpu_layers = options.n_gpu_layers
         params.use_extra_bufts = options.repack
         if not options.mapped:
