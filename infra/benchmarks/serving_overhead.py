@@ -1,13 +1,18 @@
 """What serving costs beside the bare engine: speed through HTTP, idle memory and time, and starting.
 
-Usage: serving_overhead.py [--model demo|random|FILE.gguf …] [--threads 1 2] [--rounds N] [--tokens N] [--starts N]
-[--characters N] [--out FILE]. One process has the bare engine, another is a real agent, and both stay loaded; they are
-asked the same conversation in turn, so that neither has the machine at a better time. ``random`` is a model with random
-weights whose token takes several milliseconds on two cores (``big_model.py``), written and removed again. With one
-thread llama.cpp leaves the second core to server and client. ``not counting`` is the engine asked the same again: only
-its decode speed can be compared, as its prompt is in the context already. ``prepare_ms`` is what rendering and
-tokenising take, which the bare engine's first token leaves out. ``tokenising`` is a conversation of ``--characters``
-with one turn more: tokenised whole, and as an agent does it that saw it without that turn.
+Usage: serving_overhead.py [--model demo|random|FILE.gguf …] [--threads 1 2] [--pairs N] [--rounds N] [--tokens N]
+[--starts N] [--characters N] [--out FILE]. One process has the bare engine, another is a real agent, and both stay
+loaded; they are asked the same in turn, so that neither has the machine at a better time or caches warm from its own
+last answer. Where a process's memory comes to lie makes it faster or slower as a whole, so there are ``--pairs`` of
+such processes, one after another. ``random`` is a model with random weights whose token takes several milliseconds on
+two cores (``big_model.py``), written and removed again. With one thread llama.cpp leaves the second core to server and
+client.
+
+First tokens are compared twice. Of ``messages``: the engine's time has rendering and tokenising in it
+(``prepare_ms``), the agent is asked for a chat completion. Of ``tokens``: both are given the prompt's ids. ``not
+counting`` is the engine asked the same again: only its decode speed can be compared, as its prompt is in the context
+already. ``tokenising`` is a conversation of ``--characters`` with one turn more: tokenised whole, and as an agent does
+it that saw it without that turn.
 
 Tokens that end an answer are biased away in both, so that all answers are of one length. The client is a socket and
 does nothing but note when bytes came: what it takes is not the server's.
@@ -100,7 +105,7 @@ def bare(path: Path, threads: int) -> None:
                 "prepare_s": prepare_s,
                 "decode_tok_s": (len(came) - 1) / (came[-1] - came[0]),
                 "cpu_ms_per_token": 1000 * (time.process_time() - began_cpu) / len(came),
-                "prompt_tokens": len(tokens),
+                "prompt": tokens,
                 "text": b"".join(map(engine.piece, said)).decode(errors="replace"),
                 "private_bytes": private_bytes(os.getpid()),
             }
@@ -161,12 +166,14 @@ class Agent:
         self._socket = socket.create_connection((url.hostname or "127.0.0.1", url.port or 80))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def ask(self, messages: list[dict[str, str]], tokens: int, bias: dict[str, float]) -> dict[str, Any]:
-        """One streamed chat completion."""
-        body = {"messages": messages, "max_tokens": tokens, "temperature": 0, "stream": True, "logit_bias": bias}
+    def ask(self, prompt: list[dict[str, str]] | list[int], tokens: int, bias: dict[str, float]) -> dict[str, Any]:
+        """One streamed chat completion; of token ids a completion."""
+        chat = isinstance(prompt[0], dict)
+        path, key = ("chat/completions", "messages") if chat else ("completions", "prompt")
+        body = {key: prompt, "max_tokens": tokens, "temperature": 0, "stream": True, "logit_bias": bias}
         raw = json.dumps(body | {"stream_options": {"include_usage": True}}).encode()
         head = (
-            "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+            f"POST /v1/{path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(raw)}\r\n\r\n"
         )
         cpu, parts = cpu_s(self.process.pid), []
@@ -191,12 +198,14 @@ class Agent:
                 event = json.loads(line[6:])
                 usage = event.get("usage") or usage
                 for choice in event.get("choices", ()):
-                    said = choice["delta"].get("content")
+                    said = choice["text"] if "text" in choice else choice["delta"].get("content")
                     if said:
                         came.append(at_s)
                         text += said
         if usage is None:
             raise SystemExit(f"error: an answer without usage: {parts!r:.2000}")
+        if came[-1] == came[0]:
+            raise SystemExit("error: an answer came in one piece: ask for more --tokens")
         return {
             "first_s": came[0],
             "decode_tok_s": (usage["completion_tokens"] - 1) / (came[-1] - came[0]),
@@ -216,21 +225,30 @@ class Agent:
         self.process.wait(60)
 
 
-def compare(path: Path, threads: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One model with one number of threads."""
-    rows: dict[str, list[dict[str, Any]]] = {"bare": [], "not counting": [], "http": []}
+KINDS = ("bare", "not counting", "http", "bare tokens", "http tokens")
+Rows = dict[str, list[dict[str, Any]]]
+
+
+def pair(path: Path, threads: int, arguments: argparse.Namespace, rows: Rows) -> dict[str, float]:
+    """Adds what two new processes take, and returns what they hold."""
     with (
         tempfile.TemporaryDirectory(prefix="spark-overhead-") as name,
         Bare(path, threads) as engine,
         Agent(path, threads, Path(name)) as agent,
     ):
+        count, ends = arguments.tokens, engine.told["end_tokens"]
         for number in range(arguments.rounds + 2):
-            messages = conversation(number)
-            found = {"bare": engine.ask(messages, arguments.tokens)}
-            found["http"] = agent.ask(messages, arguments.tokens, engine.told["end_tokens"])
-            found["not counting"] = engine.ask(messages, arguments.tokens, counting=False)
-            if found["bare"]["prompt_tokens"] != found["http"]["prompt_tokens"]:
-                raise SystemExit("error: the agent and the engine were asked different things")
+            # Whoever is asked comes after the other one.
+            messages = conversation(2 * number)
+            found = {"bare": engine.ask(messages, count)}
+            found["not counting"] = engine.ask(messages, count, counting=False)
+            found["http"] = agent.ask(messages, count, ends)
+            found["bare tokens"] = engine.ask(conversation(2 * number + 1), count)
+            found["http tokens"] = agent.ask(found["bare tokens"]["prompt"], count, ends)
+            for kind in ("", " tokens"):
+                if len(found["bare" + kind]["prompt"]) != found["http" + kind]["prompt_tokens"]:
+                    raise SystemExit("error: the agent and the engine were asked different things")
+            found["bare"]["first_s"] += found["bare"]["prepare_s"]
             if number >= 2:  # the first ones warm everything
                 for kind, row in found.items():
                     rows[kind].append(row)
@@ -241,39 +259,58 @@ def compare(path: Path, threads: int, arguments: argparse.Namespace) -> dict[str
         loaded = engine.told["loaded_bytes"] - engine.told["before_bytes"]
         bare_bytes = rows["bare"][-1]["private_bytes"]
         grown = bare_bytes - engine.told["loaded_bytes"]
-    same = sum(one["text"].startswith(other["text"]) for one, other in zip(rows["bare"], rows["http"], strict=True))
+    return {
+        "bare_before_loading": engine.told["before_bytes"],
+        "bare_loaded": engine.told["loaded_bytes"],
+        "bare_after": bare_bytes,
+        "agent_idle": idle_bytes,
+        "agent_beyond_bare": idle_bytes - bare_bytes,
+        "agent_beyond_model": idle_bytes - loaded - max(grown, 0),
+        "idle_cpu_share": round(idle_cpu / IDLE_S, 5),
+    }
+
+
+def compare(path: Path, threads: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One model with one number of threads."""
+    rows: Rows = {kind: [] for kind in KINDS}
+    held = [pair(path, threads, arguments, rows) for _ in range(arguments.pairs)]
+    same = sum(
+        one["text"].startswith(other["text"])
+        for kind in ("", " tokens")
+        for one, other in zip(rows["bare" + kind], rows["http" + kind], strict=True)
+    )
 
     def median(kind: str, key: str) -> float:
         return statistics.median(row[key] for row in rows[kind])
 
-    def over(kind: str, key: str) -> float:
+    def over(kind: str, key: str, other: str) -> float:
         # Of each round's two, as what else runs on the machine changes from round to round.
-        return statistics.median(one[key] / other[key] - 1 for one, other in zip(rows[kind], rows["bare"], strict=True))
+        return statistics.median(one[key] / two[key] - 1 for one, two in zip(rows[kind], rows[other], strict=True))
 
+    def late(kind: str, other: str) -> float:
+        pairs = zip(rows[kind], rows[other], strict=True)
+        return 1000 * statistics.median(one["first_s"] - two["first_s"] for one, two in pairs)
+
+    first = {"messages": ("http", "bare"), "tokens": ("http tokens", "bare tokens")}
     return {
         "model": path.name,
         "threads": threads,
-        "rounds": arguments.rounds,
+        "pairs": arguments.pairs,
+        "rounds": len(rows["bare"]),
         "prompt_tokens": rows["http"][0]["prompt_tokens"],
         "reused_tokens": rows["http"][0]["reused_tokens"],
         "completion_tokens": median("http", "completion_tokens"),
         "events": median("http", "events"),
-        "same_text": f"{same} of {arguments.rounds}",
-        "decode_tok_s": {kind: round(median(kind, "decode_tok_s"), 2) for kind in rows},
-        "http_decode_over_bare": round(over("http", "decode_tok_s"), 4),
-        "first_token_ms": {kind: round(1000 * median(kind, "first_s"), 2) for kind in rows},
-        "http_first_token_over_bare": round(over("http", "first_s"), 4),
+        "same_text": f"{same} of {2 * len(rows['bare'])}",
+        "decode_tok_s": {kind: round(median(kind, "decode_tok_s"), 2) for kind in KINDS[:3]},
+        "http_decode_over_bare": round(over("http", "decode_tok_s", "bare"), 4),
+        "first_token_ms": {kind: round(1000 * median(kind, "first_s"), 2) for kind in KINDS if kind != "not counting"},
+        "http_first_token_late_ms": {of: round(late(*two), 2) for of, two in first.items()},
+        "http_first_token_over_bare": {of: round(over(two[0], "first_s", two[1]), 4) for of, two in first.items()},
         "prepare_ms": round(1000 * median("bare", "prepare_s"), 2),
-        "cpu_ms_per_token": {kind: round(median(kind, "cpu_ms_per_token"), 3) for kind in rows},
-        "private_bytes": {
-            "bare_before_loading": engine.told["before_bytes"],
-            "bare_loaded": engine.told["loaded_bytes"],
-            "bare_after": bare_bytes,
-            "agent_idle": idle_bytes,
-            "agent_beyond_bare": idle_bytes - bare_bytes,
-            "agent_beyond_model": idle_bytes - loaded - max(grown, 0),
-        },
-        "idle_cpu_share": round(idle_cpu / IDLE_S, 5),
+        "cpu_ms_per_token": {kind: round(median(kind, "cpu_ms_per_token"), 3) for kind in KINDS[:3]},
+        "private_bytes": {key: statistics.median(one[key] for one in held) for key in held[0] if key[-5:] != "share"},
+        "idle_cpu_share": statistics.median(one["idle_cpu_share"] for one in held),
     }
 
 
@@ -351,7 +388,8 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--model", nargs="+", default=["demo", "random"])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--starts", type=int, default=5)
     parser.add_argument("--characters", type=int, default=100_000)
