@@ -1,12 +1,13 @@
 """What serving costs beside the bare engine: speed through HTTP, idle memory and time, and starting.
 
 Usage: serving_overhead.py [--model demo|random|FILE.gguf …] [--threads 1 2] [--pairs N] [--rounds N] [--tokens N]
-[--starts N] [--characters N] [--out FILE]. One process has the bare engine, another is a real agent, and both stay
-loaded; they are asked the same in turn, so that neither has the machine at a better time or caches warm from its own
-last answer. Where a process's memory comes to lie makes it faster or slower as a whole, so there are ``--pairs`` of
-such processes, one after another. ``random`` is a model with random weights whose token takes several milliseconds on
-two cores (``big_model.py``), written and removed again. With one thread llama.cpp leaves the second core to server and
-client.
+[--starts N] [--characters N] [--beside COMMAND] [--out FILE]. One process has the bare engine, another is a real agent,
+and both stay loaded; they are asked the same in turn, so that neither has the machine at a better time or caches warm
+from its own last answer. Where a process's memory comes to lie makes it faster or slower as a whole, so there are
+``--pairs`` of such processes, one after another. ``random`` is a model with random weights whose token takes several
+milliseconds on two cores (``big_model.py``), written and removed again. With one thread llama.cpp leaves the second
+core to server and client. ``--beside`` is a command that starts another server of OpenAI's API, asked in the same
+rounds, with ``{model}``, ``{port}``, ``{threads}`` and ``{context}`` where they belong.
 
 First tokens are compared twice. Of ``messages``: the engine's time has rendering and tokenising in it
 (``prepare_ms``), the agent is asked for a chat completion. Of ``tokens``: both are given the prompt's ids. ``not
@@ -21,8 +22,10 @@ does nothing but note when bytes came: what it takes is not the server's.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import shlex
 import signal
 import socket
 import statistics
@@ -40,14 +43,15 @@ from report import parser_of, report
 
 N_CTX = 1024
 IDLE_S = 20.0
+START_S = 60.0
 SYSTEM = "You answer questions about a repository. Be brief, and show code where it helps."
 ASKED = ("list the files", "why does this test fail", "rename this function", "show me an example", "fix the import")
 RANDOM = {"layers": 3, "experts": 32, "vocabulary": 8192}
 
 
 def conversation(number: int) -> list[dict[str, str]]:
-    """A short conversation whose beginning all share: what differs is the last message."""
-    last = f"{number}: {ASKED[number % len(ASKED)]} of module number {number * 7}"
+    """A short conversation; all share the system message, and neighbours nothing of the other."""
+    last = f"{ASKED[number % len(ASKED)]} of module number {number * 7}"
     return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": last}]
 
 
@@ -144,26 +148,12 @@ class Bare:
         self.process.wait(60)
 
 
-class Agent:
-    """A real agent, and one connection to it."""
+class Client:
+    """One connection to a server, and nothing that takes time."""
 
-    def __init__(self, path: Path, threads: int, home: Path) -> None:
-        names = ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR")
-        environment = {**os.environ, **{name: str(home / name) for name in names}, "SPARKMOE_OFFLINE": "1"}
-        command = [str(Path(sys.executable).with_name("spark-agent")), "run", str(path), "-p", "0", "--json"]
-        command += ["--ctx", str(N_CTX), "--parallel", "1", "--threads", str(threads)]
-        began = time.perf_counter()
-        with (home / "agent.log").open("w") as log:
-            self.process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, stdin=subprocess.DEVNULL
-            )
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        self.ready_s = time.perf_counter() - began
-        if not line:
-            raise SystemExit("error: the agent did not start: " + (home / "agent.log").read_text())
-        url = urlsplit(json.loads(line)["base_url"])
-        self._socket = socket.create_connection((url.hostname or "127.0.0.1", url.port or 80))
+    def __init__(self, process: subprocess.Popen[str], port: int) -> None:
+        self.process = process
+        self._socket = socket.create_connection(("127.0.0.1", port))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def ask(self, prompt: list[dict[str, str]] | list[int], tokens: int, bias: dict[str, float]) -> dict[str, Any]:
@@ -202,16 +192,18 @@ class Agent:
                     if said:
                         came.append(at_s)
                         text += said
-        if usage is None:
-            raise SystemExit(f"error: an answer without usage: {parts!r:.2000}")
+        if not came:
+            raise SystemExit(f"error: an answer without text: {parts!r:.2000}")
+        # Some servers tell no usage; each token is an event of theirs.
+        usage = usage or {"completion_tokens": len(came)}
         if came[-1] == came[0]:
             raise SystemExit("error: an answer came in one piece: ask for more --tokens")
         return {
             "first_s": came[0],
             "decode_tok_s": (usage["completion_tokens"] - 1) / (came[-1] - came[0]),
-            "prompt_tokens": usage["prompt_tokens"],
+            "prompt_tokens": usage.get("prompt_tokens"),
             "completion_tokens": usage["completion_tokens"],
-            "reused_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+            "reused_tokens": usage.get("prompt_tokens_details", {}).get("cached_tokens"),
             "events": len(came),
             "text": text,
         }
@@ -225,7 +217,51 @@ class Agent:
         self.process.wait(60)
 
 
-KINDS = ("bare", "not counting", "http", "bare tokens", "http tokens")
+class Agent(Client):
+    """A real agent."""
+
+    def __init__(self, path: Path, threads: int, home: Path) -> None:
+        names = ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR")
+        environment = {**os.environ, **{name: str(home / name) for name in names}, "SPARKMOE_OFFLINE": "1"}
+        command = [str(Path(sys.executable).with_name("spark-agent")), "run", str(path), "-p", "0", "--json"]
+        command += ["--ctx", str(N_CTX), "--parallel", "1", "--threads", str(threads)]
+        began = time.perf_counter()
+        with (home / "agent.log").open("w") as log:
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, stdin=subprocess.DEVNULL
+            )
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        self.ready_s = time.perf_counter() - began
+        if not line:
+            raise SystemExit("error: the agent did not start: " + (home / "agent.log").read_text())
+        super().__init__(process, urlsplit(json.loads(line)["base_url"]).port or 80)
+
+
+class Beside(Client):
+    """Another server of OpenAI's API, by the command that starts it."""
+
+    def __init__(self, command: str, path: Path, threads: int, home: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        words = [word.format(model=path, port=port, threads=threads, context=N_CTX) for word in shlex.split(command)]
+        with (home / "beside.log").open("w") as log:
+            process = subprocess.Popen(words, stdout=log, stderr=log, text=True, stdin=subprocess.DEVNULL)
+        until = time.monotonic() + START_S
+        while True:
+            try:
+                super().__init__(process, port)
+                return
+            except OSError:
+                if process.poll() is not None or time.monotonic() > until:
+                    process.kill()
+                    log_text = (home / "beside.log").read_text()[-2000:]
+                    raise SystemExit(f"error: {words[0]} did not start: {log_text}") from None
+                time.sleep(0.1)
+
+
+KINDS = ("bare", "not counting", "http", "bare tokens", "http tokens", "bare again", "beside")
 Rows = dict[str, list[dict[str, Any]]]
 
 
@@ -235,19 +271,28 @@ def pair(path: Path, threads: int, arguments: argparse.Namespace, rows: Rows) ->
         tempfile.TemporaryDirectory(prefix="spark-overhead-") as name,
         Bare(path, threads) as engine,
         Agent(path, threads, Path(name)) as agent,
+        contextlib.ExitStack() as others,
     ):
+        beside = None
+        if arguments.beside is not None:
+            beside = others.enter_context(Beside(arguments.beside, path, threads, Path(name)))
         count, ends = arguments.tokens, engine.told["end_tokens"]
         for number in range(arguments.rounds + 2):
             # Whoever is asked comes after the other one.
-            messages = conversation(2 * number)
+            messages = conversation(3 * number)
             found = {"bare": engine.ask(messages, count)}
             found["not counting"] = engine.ask(messages, count, counting=False)
             found["http"] = agent.ask(messages, count, ends)
-            found["bare tokens"] = engine.ask(conversation(2 * number + 1), count)
+            found["bare tokens"] = engine.ask(conversation(3 * number + 1), count)
             found["http tokens"] = agent.ask(found["bare tokens"]["prompt"], count, ends)
             for kind in ("", " tokens"):
                 if len(found["bare" + kind]["prompt"]) != found["http" + kind]["prompt_tokens"]:
                     raise SystemExit("error: the agent and the engine were asked different things")
+            if beside is not None:
+                messages = conversation(3 * number + 2)
+                found["bare again"] = engine.ask(messages, count)
+                found["beside"] = beside.ask(messages, count, ends)
+                found["bare again"]["first_s"] += found["bare again"]["prepare_s"]
             found["bare"]["first_s"] += found["bare"]["prepare_s"]
             if number >= 2:  # the first ones warm everything
                 for kind, row in found.items():
@@ -272,7 +317,8 @@ def pair(path: Path, threads: int, arguments: argparse.Namespace, rows: Rows) ->
 
 def compare(path: Path, threads: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """One model with one number of threads."""
-    rows: Rows = {kind: [] for kind in KINDS}
+    kinds = KINDS if arguments.beside is not None else KINDS[:-2]
+    rows: Rows = {kind: [] for kind in kinds}
     held = [pair(path, threads, arguments, rows) for _ in range(arguments.pairs)]
     same = sum(
         one["text"].startswith(other["text"])
@@ -292,6 +338,10 @@ def compare(path: Path, threads: int, arguments: argparse.Namespace) -> dict[str
         return 1000 * statistics.median(one["first_s"] - two["first_s"] for one, two in pairs)
 
     first = {"messages": ("http", "bare"), "tokens": ("http tokens", "bare tokens")}
+    decoding = [*KINDS[:3]]
+    if arguments.beside is not None:
+        first["beside"] = ("beside", "bare again")
+        decoding.append("beside")
     return {
         "model": path.name,
         "threads": threads,
@@ -302,13 +352,13 @@ def compare(path: Path, threads: int, arguments: argparse.Namespace) -> dict[str
         "completion_tokens": median("http", "completion_tokens"),
         "events": median("http", "events"),
         "same_text": f"{same} of {2 * len(rows['bare'])}",
-        "decode_tok_s": {kind: round(median(kind, "decode_tok_s"), 2) for kind in KINDS[:3]},
+        "decode_tok_s": {kind: round(median(kind, "decode_tok_s"), 2) for kind in decoding},
         "http_decode_over_bare": round(over("http", "decode_tok_s", "bare"), 4),
-        "first_token_ms": {kind: round(1000 * median(kind, "first_s"), 2) for kind in KINDS if kind != "not counting"},
+        "first_token_ms": {kind: round(1000 * median(kind, "first_s"), 2) for kind in kinds if kind != "not counting"},
         "http_first_token_late_ms": {of: round(late(*two), 2) for of, two in first.items()},
         "http_first_token_over_bare": {of: round(over(two[0], "first_s", two[1]), 4) for of, two in first.items()},
         "prepare_ms": round(1000 * median("bare", "prepare_s"), 2),
-        "cpu_ms_per_token": {kind: round(median(kind, "cpu_ms_per_token"), 3) for kind in KINDS[:3]},
+        "cpu_ms_per_token": {kind: round(median(kind, "cpu_ms_per_token"), 3) for kind in decoding},
         "private_bytes": {key: statistics.median(one[key] for one in held) for key in held[0] if key[-5:] != "share"},
         "idle_cpu_share": statistics.median(one["idle_cpu_share"] for one in held),
     }
@@ -392,6 +442,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--starts", type=int, default=5)
+    parser.add_argument("--beside", metavar="COMMAND", help="starts another server, with {model} and so on")
     parser.add_argument("--characters", type=int, default=100_000)
     parser.add_argument("--bare", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

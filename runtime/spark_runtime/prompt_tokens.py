@@ -8,6 +8,7 @@ those of its parts, and those of a part are the same in every prompt.
 from __future__ import annotations
 
 import re
+import sys
 import threading
 from array import array
 from collections import OrderedDict
@@ -17,8 +18,10 @@ from typing import Protocol
 
 __all__ = ["PromptTokenizer", "SpecialToken", "Vocabulary", "clean_markers"]
 
-KEPT_CHARACTERS = 2 << 20
-"""How much text is remembered, with its tokens: a few MB."""
+KEPT_BYTES = 10 << 20
+"""For texts that are remembered, with their tokens: five million characters of English."""
+_BYTES_AN_ENTRY = 256
+"""What keeping one takes besides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +80,13 @@ def _overlaps(left: bytes, right: bytes) -> bool:
 class PromptTokenizer:
     """Tokenises prompts, whole ones until it has :meth:`learned`. Threads may share one."""
 
-    def __init__(self, vocabulary: Vocabulary, kept_characters: int = KEPT_CHARACTERS) -> None:
+    def __init__(self, vocabulary: Vocabulary, kept_bytes: int = KEPT_BYTES) -> None:
         self._vocabulary = vocabulary
         self._markers: tuple[re.Pattern[str], dict[str, int]] | None = None
         self._lock = threading.Lock()
         self._kept: OrderedDict[tuple[str, bool], array[int]] = OrderedDict()
-        self._kept_characters = 0
-        self._most_characters = kept_characters
+        self._kept_bytes = 0
+        self._most_bytes = kept_bytes
 
     def learn(self, sample: str) -> None:
         """Find the markers by which to cut prompts, among the special tokens of a prompt such as those that will come.
@@ -127,14 +130,15 @@ class PromptTokenizer:
                 return found
         tokens = array("i", self._whole(text, add_special=starts))
         with self._lock:
-            if key not in self._kept and len(text) <= self._most_characters:
+            size = _bytes(text, tokens)
+            if key not in self._kept and size <= self._most_bytes:
                 self._kept[key] = tokens
-                self._kept_characters += _weight(key)
-            while self._kept_characters > self._most_characters:
-                oldest, _ = self._kept.popitem(last=False)
-                self._kept_characters -= _weight(oldest)
+                self._kept_bytes += size
+            while self._kept_bytes > self._most_bytes:
+                (oldest, _), its_tokens = self._kept.popitem(last=False)
+                self._kept_bytes -= _bytes(oldest, its_tokens)
         return tokens
 
 
-def _weight(key: tuple[str, bool]) -> int:
-    return len(key[0]) + 64  # and what keeping it takes
+def _bytes(text: str, tokens: array[int]) -> int:
+    return sys.getsizeof(text) + tokens.itemsize * len(tokens) + _BYTES_AN_ENTRY

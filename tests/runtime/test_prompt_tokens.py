@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -30,7 +31,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def learned(engine: Engine) -> PromptTokenizer:
-    tokenizer = PromptTokenizer(engine, kept_characters=500)
+    tokenizer = PromptTokenizer(engine, kept_bytes=2000)
     tokenizer.learn(f"{START}user\nprobe{END}\n{START}assistant\n")
     return tokenizer
 
@@ -73,7 +74,7 @@ def test_only_what_is_new_is_tokenised(engine: Engine) -> None:
 
 def test_what_is_kept_is_bounded(engine: Engine) -> None:
     heard = Heard(engine)
-    tokenizer = PromptTokenizer(heard, kept_characters=400)
+    tokenizer = PromptTokenizer(heard, kept_bytes=2000)
     tokenizer.learn(f"{START}user\nprobe{END}\n")
 
     def asked(text: str) -> bool:
@@ -87,8 +88,25 @@ def test_what_is_kept_is_bounded(engine: Engine) -> None:
         assert asked(f"{number} " * 20)
         assert not asked("first"), "it was used just before"
     assert asked("0 " * 20), "the oldest made room"
-    assert asked("x" * 500)
-    assert asked("x" * 500), "too much to be kept"
+    assert asked("x" * 2000)
+    assert asked("x" * 2000), "too much to be kept"
+    assert not asked("first")
+
+
+@pytest.mark.parametrize("letter", ["x", "é", "語", "😀"])
+def test_what_is_kept_is_bounded_in_bytes(engine: Engine, letter: str) -> None:
+    """Whatever a character takes, and however many tokens it is."""
+    tokenizer = PromptTokenizer(engine, kept_bytes=200_000)
+    tokenizer.learn(f"{START}user\nprobe{END}\n")
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(400):
+            tokenizer.tokenize(f"{START}{number}{letter * 500}{END}", add_special=False)
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert 100_000 < grown < 250_000
 
 
 def test_a_vocabulary_that_ends_prompts_is_asked_whole(engine: Engine) -> None:
