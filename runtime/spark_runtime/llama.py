@@ -149,8 +149,8 @@ class LlamaContext:
                 waiting.pop().ask()
             return True
 
-        progress = type(params.progress_callback)(loads)
-        params.progress_callback = progress
+        if memory is not None:
+            params.progress_callback = type(params.progress_callback)(loads)
         params.n_gpu_layers = options.n_gpu_layers
         params.use_extra_bufts = options.repack
         if not options.mapped:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -199,7 +200,7 @@ def create_app(
     lifespan: Lifespan[Starlette] | None = None,
     token: str | None = None,
     aliases: Sequence[str] = (),
-    lineage_of: LineageOf = lineage_of,
+    lineage_of: LineageOf = lambda messages: partial(lineage_of, messages),
     workload_of: WorkloadOf = _no_workload,
     opened: Opened = lambda _: None,
     extra_routes: Sequence[BaseRoute] = (),
@@ -207,7 +208,7 @@ def create_app(
     """The application; ``health`` is added to what ``/health`` answers, ``stats`` gives what ``/spark/stats`` does.
 
     Without a ``token`` only this machine is answered; with one, whoever bears it. ``aliases`` are further names of the
-    model, or shell patterns of names. ``lineage_of`` says which conversation messages belong to, ``workload_of`` what
+    model, or shell patterns of names. ``lineage_of`` finds which conversation messages belong to, ``workload_of`` what
     they are counted under: from headers by name in lower case, the messages, and the name of the model that was asked
     for; ``None`` is the agent's default. ``opened`` is told the lineage of each request that was submitted.
     """

@@ -17,6 +17,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from spark_agent.transcripts.lineage import RootFinder, as_typed
@@ -102,8 +103,13 @@ class Conversations:
 
     def name_of(self, messages: Sequence[ChatTurn]) -> str:
         """The name of a conversation's session; raises ``ValueError`` without messages."""
-        root = _root(messages)
-        asked = _asks_for_summary(messages)
+        return self.read(messages)()
+
+    def read(self, messages: Sequence[ChatTurn]) -> Callable[[], str]:
+        """What :meth:`name_of` does in two steps: reading, and what names the conversation and remembers it."""
+        return partial(self._name, _root(messages), asked=_asks_for_summary(messages))
+
+    def _name(self, root: _Root, *, asked: bool) -> str:
         name = root.name
         with self._lock:
             if root.is_summary or root.restarted:

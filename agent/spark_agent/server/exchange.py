@@ -21,7 +21,8 @@ from spark_runtime.templates import rendering
 
 __all__ = ["Answering", "Ask", "Ended", "Exchange", "Idle", "LineageOf", "Opened", "Output", "Said", "WorkloadOf"]
 
-LineageOf = Callable[[Sequence[Message]], str]
+LineageOf = Callable[[Sequence[Message]], Callable[[], str]]
+"""Reads a conversation, and returns what tells its lineage: that may remember it, so only who is answered is asked."""
 Opened = Callable[[str], None]
 WorkloadOf = Callable[[Mapping[str, str], Sequence[Message], str | None], str | None]
 _PER_MESSAGE = 64
@@ -245,7 +246,7 @@ class Exchange:
     async def start(self, ask: Ask, headers: Mapping[str, str], model: str | None) -> Answering:
         """Submit it; raise :class:`ApiError` for what cannot be asked of this model. ``model`` as it was named."""
         messages = ask.messages or (Message("user", ask.raw if isinstance(ask.raw, str) else ""),)
-        found: list[tuple[str, str | None]] = []
+        found: list[tuple[Callable[[], str], str | None]] = []
 
         def find() -> None:
             found.append((self._lineage_of(messages), self._workload_of(headers, messages, model)))
@@ -253,7 +254,7 @@ class Exchange:
         prepared = await aside(self._prompting.prepare, ask, find, size=ask.size, waits=rendering())
         [(lineage, workload)] = found
         generation = Generation(
-            lineage=lineage,
+            lineage=lineage(),
             tokens=prepared.tokens,
             sampling=replace(ask.sampling, grammar=prepared.grammar),
             max_tokens=ask.max_tokens,

@@ -208,7 +208,6 @@ def serve(
     described = {"base_url": agent.base_url, **start}
 
     chat = ChatFormat(engine)
-
     learning = threading.Thread(target=_learn, args=(chat,), name="spark-learning")
 
     @contextlib.asynccontextmanager
@@ -232,7 +231,7 @@ def serve(
         health={"model": Path(start["model"]).name, "fingerprint": engine.shape.fingerprint},
         stats=lambda: agent_stats(state()),
         lifespan=lifespan,
-        lineage_of=conversations.name_of,
+        lineage_of=conversations.read,
         opened=opened,
         workload_of=workloads,
         extra_routes=[metrics_route(Metrics(state)), *placement_routes(placement)],

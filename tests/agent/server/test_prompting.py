@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from spark_agent.dialogue.events import Call, Reasoning, Text, merged
 from spark_agent.dialogue.messages import Message, Tool, ToolCall, ToolChoice
+from spark_agent.server.api_error import ContextExceededError
 from spark_agent.server.exchange import Ask, Exchange
 from spark_agent.server.prompting import Prompting
 from spark_agent.server.reasoning import ReasoningAsk
@@ -114,6 +116,22 @@ def test_others_are_served_while_a_prompt_waits_for_another_one() -> None:
         return await counting
 
     assert asyncio.run(counted()) > 0
+
+
+def test_who_is_refused_is_not_remembered() -> None:
+    """A conversation that was never answered has not asked for its summary, and never began."""
+    read, told = [], []
+
+    def lineage_of(messages: Sequence[Message]) -> Callable[[], str]:
+        read.append(messages)
+        return lambda: told.append(messages) or "lineage"
+
+    unused: Any = None
+    exchange = Exchange(unused, prompting_of(families.CHATML), lineage_of, lambda *_: None)
+    ask = Ask(Sampling(), messages=(Message("user", "x" * Engine.n_ctx),))
+    with pytest.raises(ContextExceededError):
+        asyncio.run(exchange.start(ask, {}, None))
+    assert (len(read), told) == (1, [])
 
 
 def heard(parser: Any, text: str) -> list[Any]:
