@@ -18,8 +18,8 @@ from typing import Protocol
 
 __all__ = ["PromptTokenizer", "SpecialToken", "Vocabulary", "clean_markers"]
 
-KEPT_BYTES = 10 << 20
-"""For texts that are remembered, with their tokens: five million characters of English."""
+KEPT_BYTES = 4 << 20
+"""For texts that are remembered, with their tokens: two million characters of English."""
 _BYTES_AN_ENTRY = 256
 """What keeping one takes besides."""
 
