@@ -73,7 +73,9 @@ def flagged_bytes() -> int:
     return total
 
 
-needs_huge_pages = pytest.mark.skipif(not huge_pages._page_bytes(), reason="this system has no transparent huge pages")
+needs_huge_pages = pytest.mark.skipif(
+    not huge_pages._page_bytes(), reason="no transparent huge pages here, or whoever runs the system wants none"
+)
 
 
 @needs_huge_pages
