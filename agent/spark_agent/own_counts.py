@@ -25,7 +25,7 @@ from pydantic import ValidationError
 
 from spark_agent.errors import SparkError
 from spark_agent.paths import ensure_private_dir
-from spark_agent.spool_file import BUSY_TIMEOUT_S, transaction
+from spark_agent.spool_file import BUSY_TIMEOUT_S, CACHE_KIB, transaction
 from spark_runtime.calibration.sessions import SessionPart
 from spark_schemas.histogram import SessionHistogram
 from spark_schemas.invariants import check_session
@@ -317,6 +317,7 @@ def _opened(path: Path) -> sqlite3.Connection:
         # The last session may go with the power; the file stays whole.
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute("PRAGMA secure_delete = ON")
+        connection.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
         with transaction(connection):
             if connection.execute("PRAGMA application_id").fetchone()[0] == 0:
                 for statement in _SCHEMA:

@@ -17,10 +17,12 @@ from pathlib import Path
 from spark_agent.errors import SpoolError, SpoolFullError
 from spark_agent.paths import ensure_private_dir
 
-__all__ = ["BUSY_TIMEOUT_S", "SCHEMA_VERSION", "explained", "open_database", "transaction"]
+__all__ = ["BUSY_TIMEOUT_S", "CACHE_KIB", "SCHEMA_VERSION", "explained", "open_database", "transaction"]
 
 SCHEMA_VERSION = 4
 BUSY_TIMEOUT_S = 10.0
+CACHE_KIB = 256
+"""Pages that a connection keeps. SQLite's own 2 MB fill over days, as the file grows; the system has them as well."""
 _APPLICATION_ID = 0x53504B31  # "SPK1"
 
 _SINCE_VERSION_2 = (
@@ -188,6 +190,7 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     connection.execute("PRAGMA foreign_keys = ON")
     # Purged and uploaded counts leave no readable trace in free pages.
     connection.execute("PRAGMA secure_delete = ON")
+    connection.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
     connection.execute(f"PRAGMA journal_size_limit = {4 * 2**20}")
     with transaction(connection):
         _check_identity(connection, path)  # Again: another process may have been faster.

@@ -9,7 +9,31 @@ import sys
 import pytest
 
 from spark_runtime import heap
-from spark_runtime.heap import trim_heaps
+from spark_runtime.heap import share_heaps, trim_heaps
+
+_THREADS = """
+import ctypes, sys, threading
+from spark_runtime.heap import share_heaps
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+if sys.argv[1] == "shared":
+    share_heaps()
+found, together = set(), threading.Barrier(8)
+
+def take():
+    together.wait()
+    # Heaps of threads begin at multiples of 64 MiB; the one of all may reach over such a boundary.
+    found.add(libc.malloc(50_000) >> 26)
+    together.wait()
+
+threads = [threading.Thread(target=take) for _ in range(8)]
+for each in threads:
+    each.start()
+for each in threads:
+    each.join()
+print(len(found))
+"""
 
 _HOLES = """
 import ctypes
@@ -47,3 +71,15 @@ def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
         trim_heaps()
     finally:
         heap._malloc_trim.cache_clear()
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="another C library")
+@pytest.mark.parametrize(("how", "shared"), [("alone", False), ("shared", True)])
+def test_threads_share_a_heap(how: str, shared: bool) -> None:
+    done = subprocess.run([sys.executable, "-c", _THREADS, how], capture_output=True, text=True, check=True)
+    assert (int(done.stdout) <= 2) == shared
+
+
+def test_another_c_library_shares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctypes.CDLL", lambda _name: object())
+    share_heaps()

@@ -254,7 +254,9 @@ def _serve(context: AgentContext, load: _Load, serving: _Serving, workload: str)
     from spark_agent.server.prefetch_control import PrefetchControl
     from spark_agent.server.serve import bind, serve
     from spark_runtime.engine import Engine
+    from spark_runtime.heap import share_heaps
 
+    share_heaps()
     api_key = serving.api_key(context)
     token = None if api_key is None else api_key.value
     if serving.tls is not None:
