@@ -39,10 +39,10 @@ def common_length(a: Sequence[int], b: Sequence[int]) -> int:
     most = min(len(a), len(b))
     for start in range(0, most, _STRIDE):
         end = min(start + _STRIDE, most)
-        if a[start:end] != b[start:end]:  # whole parts compare much quicker than single tokens
-            differing = next((at for at in range(start, end) if a[at] != b[at]), None)
-            if differing is not None:  # a list never equals a tuple
-                return differing
+        # Whole parts compare much quicker than single tokens; a list never equals a tuple.
+        part, other = list(a[start:end]), list(b[start:end])
+        if part != other:
+            return start + next(at for at, (x, y) in enumerate(zip(part, other, strict=True)) if x != y)
     return most
 
 

@@ -81,8 +81,11 @@ class _Api:
     async def chat_completions(self, request: Request) -> Response:
         body = validated(ChatRequest, await read_json(request))
         model = self._names.checked(body.model)
-        answer = ChatAnswer(model, include_usage=body.include_usage, logprobs=bool(body.logprobs))
-        return await self._answer(request, body.ask(), lambda _: answer, stream=body.stream, named=body.model)
+
+        def shape(_: Answering) -> ChatAnswer:
+            return ChatAnswer(model, include_usage=body.include_usage, logprobs=bool(body.logprobs))
+
+        return await self._answer(request, body.ask(), shape, stream=body.stream, named=body.model)
 
     async def completions(self, request: Request) -> Response:
         body = validated(CompletionRequest, await read_json(request))
@@ -158,7 +161,7 @@ class _Api:
         named: str | None,
         done: Callable[[], None] = lambda: None,
     ) -> Response:
-        answering = await self._exchange.start(ask, _headers(request), named)
+        answering = await self._exchange.start(ask, partial(_headers, request), named)
         leaving = Leaving(request.receive, answering.leave)
         try:
             answer = shape(answering)

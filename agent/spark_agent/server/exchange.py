@@ -243,20 +243,23 @@ class Exchange:
             return error.prompt_tokens
         return len(prepared.tokens)
 
-    async def start(self, ask: Ask, headers: Mapping[str, str], model: str | None) -> Answering:
-        """Submit it; raise :class:`ApiError` for what cannot be asked of this model. ``model`` as it was named."""
+    async def start(self, ask: Ask, headers: Callable[[], Mapping[str, str]], model: str | None) -> Answering:
+        """Submit it; raise :class:`ApiError` for what cannot be asked of this model. ``model`` as it was named.
+
+        The headers are asked for while the prompt is rendered.
+        """
         messages = ask.messages or (Message("user", ask.raw if isinstance(ask.raw, str) else ""),)
         found: list[tuple[Callable[[], str], str | None]] = []
 
         def find() -> None:
-            found.append((self._lineage_of(messages), self._workload_of(headers, messages, model)))
+            found.append((self._lineage_of(messages), self._workload_of(headers(), messages, model)))
 
         prepared = await aside(self._prompting.prepare, ask, find, size=ask.size, waits=rendering())
         [(lineage, workload)] = found
         generation = Generation(
             lineage=lineage(),
             tokens=prepared.tokens,
-            sampling=replace(ask.sampling, grammar=prepared.grammar),
+            sampling=ask.sampling if prepared.grammar is None else replace(ask.sampling, grammar=prepared.grammar),
             max_tokens=ask.max_tokens,
             stops=ask.stops,
             top_logprobs=ask.top_logprobs,

@@ -82,7 +82,7 @@ class Prompting:
         tokens = self._chat.tokenize(prompt)
         grammar = self._grammar(ask, tools, prompt)
         limit = self._thought_limit(ask, prompt, demanded=grammar is not None)
-        return replace(self._fitting(tokens, grammar, self._parser(ask, tools, prompt)), thought_limit=limit)
+        return self._fitting(tokens, grammar, self._parser(ask, tools, prompt), limit)
 
     def _thought_limit(self, ask: Ask, prompt: str, *, demanded: bool) -> ThoughtLimit | None:
         """What was asked for; where an answer of a form is demanded, reasoning leaves it half of the tokens."""
@@ -98,12 +98,18 @@ class Prompting:
         ending = tuple(self._chat.tokenize(closing + following, starts=False))
         return ThoughtLimit(most, opening.encode(), closing.encode(), ending, self._in_thought(prompt))
 
-    def _fitting(self, tokens: Sequence[int], grammar: str | None, parser: OutputParser | None) -> Prepared:
+    def _fitting(
+        self,
+        tokens: Sequence[int],
+        grammar: str | None,
+        parser: OutputParser | None,
+        thought_limit: ThoughtLimit | None = None,
+    ) -> Prepared:
         if len(tokens) >= self._chat.n_ctx:
             raise ContextExceededError(len(tokens), self._chat.n_ctx)
         if not tokens:
             raise ApiError(400, "the prompt is empty", "invalid_request", param="prompt")
-        return Prepared(tuple(tokens), grammar, parser)
+        return Prepared(tuple(tokens), grammar, parser, thought_limit)
 
     def _check_biases(self, ask: Ask) -> None:
         most = self._chat.n_vocab
