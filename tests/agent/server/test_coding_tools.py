@@ -330,8 +330,10 @@ def test_a_stream_of_responses_tells_it_as_an_event(agent):
     assert wrong.status_code == 400, "other failures keep their status"
 
 
-def test_an_answer_that_fills_the_context_says_so(serve):
+def test_an_answer_that_fills_the_context_says_so(serve, monkeypatch):
     with serve(n_ctx=64) as agent:
+        # Which tokens are the likeliest depends on how a processor rounds: the model must not come to an end before.
+        monkeypatch.setattr(agent.engine, "is_end", lambda _token: False)
         body = {"messages": [{"role": "user", "content": "Once upon a time"}], "stop_sequences": [], "top_k": 1}
         ends = {
             limit: agent.client.post("/v1/messages", json={**body, "max_tokens": limit}).json()["stop_reason"]
