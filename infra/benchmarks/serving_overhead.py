@@ -1,19 +1,23 @@
 """What serving costs beside the bare engine: speed through HTTP, idle memory and time, and starting.
 
 Usage: serving_overhead.py [--model demo|random|FILE.gguf …] [--threads 1 2] [--pairs N] [--rounds N] [--tokens N]
-[--starts N] [--characters N] [--beside COMMAND] [--out FILE]. One process has the bare engine, another is a real agent,
-and both stay loaded; they are asked the same in turn, so that neither has the machine at a better time or caches warm
-from its own last answer. Where a process's memory comes to lie makes it faster or slower as a whole, so there are
-``--pairs`` of such processes, one after another. ``random`` is a model with random weights whose token takes several
-milliseconds on two cores (``big_model.py``), written and removed again. With one thread llama.cpp leaves the second
-core to server and client. ``--beside`` is a command that starts another server of OpenAI's API, asked in the same
-rounds, with ``{model}``, ``{port}``, ``{threads}`` and ``{context}`` where they belong.
+[--starts N] [--characters N] [--residency SHARE] [--beside COMMAND] [--out FILE]. One process has the bare engine,
+another is a real agent, and both stay loaded; they are asked the same in turn, so that neither has the machine at a
+better time or caches warm from its own last answer. Where a process's memory comes to lie makes it faster or slower
+as a whole, so there are ``--pairs`` of such processes, one after another. ``random`` is a model with random weights
+whose token takes several milliseconds on two cores (``big_model.py``), written and removed again. With one thread
+llama.cpp leaves the second core to server and client. ``--beside`` is a command that starts another server of
+OpenAI's API, asked in the same rounds, with ``{model}``, ``{port}``, ``{threads}`` and ``{context}`` where they
+belong.
 
 First tokens are compared twice. Of ``messages``: the engine's time has rendering and tokenising in it
 (``prepare_ms``), the agent is asked for a chat completion. Of ``tokens``: both are given the prompt's ids. ``not
 counting`` is the engine asked the same again: only its decode speed can be compared, as its prompt is in the context
 already. ``tokenising`` is a conversation of ``--characters`` with one turn more: tokenised whole, and as an agent does
 it that saw it without that turn.
+
+With ``--residency`` both keep that share of every layer's experts in slots and fetch the rest when it is selected;
+nothing is asked without counting then, so that both fetch the same.
 
 Tokens that end an answer are biased away in both, so that all answers are of one length. The client is a socket and
 does nothing but note when bytes came: what it takes is not the server's.
@@ -25,25 +29,21 @@ import argparse
 import contextlib
 import json
 import os
-import shlex
-import signal
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
-from urllib.parse import urlsplit
 
 from report import parser_of, report
+from served import Agent, Beside, cpu_s, private_bytes
 
 N_CTX = 1024
 IDLE_S = 20.0
-START_S = 60.0
 SYSTEM = "You answer questions about a repository. Be brief, and show code where it helps."
 ASKED = ("list the files", "why does this test fail", "rename this function", "show me an example", "fix the import")
 RANDOM = {"layers": 3, "experts": 32, "vocabulary": 8192}
@@ -55,19 +55,7 @@ def conversation(number: int) -> list[dict[str, str]]:
     return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": last}]
 
 
-def private_bytes(pid: int) -> int:
-    """Memory that a process has for itself, without the file pages that are its model and its libraries."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-    return 1024 * int(dict(line.split(":", 1) for line in lines)["Anonymous"].split()[0])
-
-
-def cpu_s(pid: int) -> float:
-    """Processor time that a process took so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def bare(path: Path, threads: int) -> None:
+def bare(path: Path, threads: int, residency: float) -> None:
     """The engine alone: asked by lines of JSON, answers by lines."""
     from spark_agent.dialogue.messages import Message
     from spark_agent.server.exchange import Ask
@@ -75,13 +63,16 @@ def bare(path: Path, threads: int) -> None:
     from spark_runtime.chat import ChatFormat
     from spark_runtime.engine import Engine, EngineOptions
     from spark_runtime.llama import bindings
+    from spark_runtime.model_shape import read_model_shape
     from spark_runtime.sampling import Sampling
     from spark_runtime.session_counts import SessionCounts
+    from spark_runtime.tier_start import uniform_start
 
     bindings()
     before = private_bytes(os.getpid())
     began = time.perf_counter()
-    with Engine.load(path, EngineOptions(n_ctx=N_CTX, n_threads=threads)) as engine:
+    tier = uniform_start(read_model_shape(path), residency) if residency < 1 else None
+    with Engine.load(path, EngineOptions(n_ctx=N_CTX, n_threads=threads, tier=tier)) as engine:
         load_s = time.perf_counter() - began
         loaded = private_bytes(os.getpid())
         never = tuple((token, -100.0) for token in range(engine.n_vocab) if engine.is_end(token))
@@ -112,6 +103,7 @@ def bare(path: Path, threads: int) -> None:
                 "prompt": tokens,
                 "text": b"".join(map(engine.piece, said)).decode(errors="replace"),
                 "private_bytes": private_bytes(os.getpid()),
+                "fetched": {} if engine.tier_totals is None else dict(engine.tier_totals.loads),
             }
             print(json.dumps(answer), flush=True)
 
@@ -119,8 +111,9 @@ def bare(path: Path, threads: int) -> None:
 class Bare:
     """A process with the engine alone."""
 
-    def __init__(self, path: Path, threads: int) -> None:
+    def __init__(self, path: Path, threads: int, residency: float = 1.0) -> None:
         command = [sys.executable, __file__, "--bare", str(path), "--threads", str(threads)]
+        command += ["--residency", str(residency)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.told = self._line()
 
@@ -148,140 +141,39 @@ class Bare:
         self.process.wait(60)
 
 
-class Client:
-    """One connection to a server, and nothing that takes time."""
-
-    def __init__(self, process: subprocess.Popen[str], port: int) -> None:
-        self.process = process
-        self._socket = socket.create_connection(("127.0.0.1", port))
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def ask(self, prompt: list[dict[str, str]] | list[int], tokens: int, bias: dict[str, float]) -> dict[str, Any]:
-        """One streamed chat completion; of token ids a completion."""
-        chat = isinstance(prompt[0], dict)
-        path, key = ("chat/completions", "messages") if chat else ("completions", "prompt")
-        body = {key: prompt, "max_tokens": tokens, "temperature": 0, "stream": True, "logit_bias": bias}
-        raw = json.dumps(body | {"stream_options": {"include_usage": True}}).encode()
-        head = (
-            f"POST /v1/{path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(raw)}\r\n\r\n"
-        )
-        cpu, parts = cpu_s(self.process.pid), []
-        began = time.perf_counter()
-        self._socket.sendall(head.encode() + raw)
-        ended = False
-        while not ended:
-            part = self._socket.recv(65536)
-            parts.append((time.perf_counter() - began, part))
-            tail = b"".join(each for _, each in parts[-3:])
-            ended = not part or tail.endswith(b"0\r\n\r\n")
-        return self._read(parts) | {"cpu_ms_per_token": 1000 * (cpu_s(self.process.pid) - cpu) / tokens}
-
-    def _read(self, parts: Sequence[tuple[float, bytes]]) -> dict[str, Any]:
-        came: list[float] = []
-        text, usage, rest = "", None, b""
-        for at_s, part in parts:
-            *lines, rest = (rest + part).split(b"\n")
-            for line in lines:
-                if not line.startswith(b"data: {"):
-                    continue
-                event = json.loads(line[6:])
-                usage = event.get("usage") or usage
-                for choice in event.get("choices", ()):
-                    said = choice["text"] if "text" in choice else choice["delta"].get("content")
-                    if said:
-                        came.append(at_s)
-                        text += said
-        if not came:
-            raise SystemExit(f"error: an answer without text: {parts!r:.2000}")
-        # Some servers tell no usage; each token is an event of theirs.
-        usage = usage or {"completion_tokens": len(came)}
-        if came[-1] == came[0]:
-            raise SystemExit("error: an answer came in one piece: ask for more --tokens")
-        return {
-            "first_s": came[0],
-            "decode_tok_s": (usage["completion_tokens"] - 1) / (came[-1] - came[0]),
-            "prompt_tokens": usage.get("prompt_tokens"),
-            "completion_tokens": usage["completion_tokens"],
-            "reused_tokens": usage.get("prompt_tokens_details", {}).get("cached_tokens"),
-            "events": len(came),
-            "text": text,
-        }
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._socket.close()
-        self.process.send_signal(signal.SIGTERM)
-        self.process.wait(60)
-
-
-class Agent(Client):
-    """A real agent."""
-
-    def __init__(self, path: Path, threads: int, home: Path) -> None:
-        names = ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR")
-        environment = {**os.environ, **{name: str(home / name) for name in names}, "SPARKMOE_OFFLINE": "1"}
-        command = [str(Path(sys.executable).with_name("spark-agent")), "run", str(path), "-p", "0", "--json"]
-        command += ["--ctx", str(N_CTX), "--parallel", "1", "--threads", str(threads)]
-        began = time.perf_counter()
-        with (home / "agent.log").open("w") as log:
-            process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, stdin=subprocess.DEVNULL
-            )
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        self.ready_s = time.perf_counter() - began
-        if not line:
-            raise SystemExit("error: the agent did not start: " + (home / "agent.log").read_text())
-        super().__init__(process, urlsplit(json.loads(line)["base_url"]).port or 80)
-
-
-class Beside(Client):
-    """Another server of OpenAI's API, by the command that starts it."""
-
-    def __init__(self, command: str, path: Path, threads: int, home: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        words = [word.format(model=path, port=port, threads=threads, context=N_CTX) for word in shlex.split(command)]
-        with (home / "beside.log").open("w") as log:
-            process = subprocess.Popen(words, stdout=log, stderr=log, text=True, stdin=subprocess.DEVNULL)
-        until = time.monotonic() + START_S
-        while True:
-            try:
-                super().__init__(process, port)
-                return
-            except OSError:
-                if process.poll() is not None or time.monotonic() > until:
-                    process.kill()
-                    log_text = (home / "beside.log").read_text()[-2000:]
-                    raise SystemExit(f"error: {words[0]} did not start: {log_text}") from None
-                time.sleep(0.1)
+def agent_of(path: Path, threads: int, home: Path, residency: float = 1.0) -> Agent:
+    """A real agent of one sequence, whose tiers are as the bare engine's."""
+    options: list[object] = ["--ctx", N_CTX, "--parallel", 1, "--threads", threads]
+    if residency < 1:
+        options += ["--residency", residency, "--prefetch", "off", "--replacement", "off"]
+    return Agent(home, path, *options)
 
 
 KINDS = ("bare", "not counting", "http", "bare tokens", "http tokens", "bare again", "beside")
 Rows = dict[str, list[dict[str, Any]]]
+HELD = ("bare_before_loading", "bare_loaded", "bare_after", "agent_idle", "agent_beyond_bare", "agent_beyond_model")
 
 
-def pair(path: Path, threads: int, arguments: argparse.Namespace, rows: Rows) -> dict[str, float]:
+def pair(path: Path, threads: int, arguments: argparse.Namespace, rows: Rows) -> dict[str, Any]:
     """Adds what two new processes take, and returns what they hold."""
     with (
         tempfile.TemporaryDirectory(prefix="spark-overhead-") as name,
-        Bare(path, threads) as engine,
-        Agent(path, threads, Path(name)) as agent,
+        Bare(path, threads, arguments.residency) as engine,
+        agent_of(path, threads, Path(name), arguments.residency) as agent,
         contextlib.ExitStack() as others,
     ):
         beside = None
         if arguments.beside is not None:
-            beside = others.enter_context(Beside(arguments.beside, path, threads, Path(name)))
+            beside = others.enter_context(
+                Beside(arguments.beside, Path(name), model=path, threads=threads, context=N_CTX)
+            )
         count, ends = arguments.tokens, engine.told["end_tokens"]
         for number in range(arguments.rounds + 2):
             # Whoever is asked comes after the other one.
             messages = conversation(3 * number)
             found = {"bare": engine.ask(messages, count)}
-            found["not counting"] = engine.ask(messages, count, counting=False)
+            if arguments.residency == 1:
+                found["not counting"] = engine.ask(messages, count, counting=False)
             found["http"] = agent.ask(messages, count, ends)
             found["bare tokens"] = engine.ask(conversation(3 * number + 1), count)
             found["http tokens"] = agent.ask(found["bare tokens"]["prompt"], count, ends)
@@ -298,6 +190,7 @@ def pair(path: Path, threads: int, arguments: argparse.Namespace, rows: Rows) ->
                 for kind, row in found.items():
                     rows[kind].append(row)
         time.sleep(2)
+        fetched = {"engine": found["bare tokens"]["fetched"], "http": agent.fetched()}
         idle_bytes, idle_cpu = private_bytes(agent.process.pid), cpu_s(agent.process.pid)
         time.sleep(IDLE_S)
         idle_cpu = cpu_s(agent.process.pid) - idle_cpu
@@ -312,12 +205,17 @@ def pair(path: Path, threads: int, arguments: argparse.Namespace, rows: Rows) ->
         "agent_beyond_bare": idle_bytes - bare_bytes,
         "agent_beyond_model": idle_bytes - loaded - max(grown, 0),
         "idle_cpu_share": round(idle_cpu / IDLE_S, 5),
+        "fetched": fetched,
     }
+
+
+def _measured(kind: str, arguments: argparse.Namespace) -> bool:
+    return kind != "not counting" or arguments.residency == 1
 
 
 def compare(path: Path, threads: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """One model with one number of threads."""
-    kinds = KINDS if arguments.beside is not None else KINDS[:-2]
+    kinds = [kind for kind in (KINDS if arguments.beside is not None else KINDS[:-2]) if _measured(kind, arguments)]
     rows: Rows = {kind: [] for kind in kinds}
     held = [pair(path, threads, arguments, rows) for _ in range(arguments.pairs)]
     same = sum(
@@ -338,13 +236,14 @@ def compare(path: Path, threads: int, arguments: argparse.Namespace) -> dict[str
         return 1000 * statistics.median(one["first_s"] - two["first_s"] for one, two in pairs)
 
     first = {"messages": ("http", "bare"), "tokens": ("http tokens", "bare tokens")}
-    decoding = [*KINDS[:3]]
+    decoding = [kind for kind in KINDS[:3] if _measured(kind, arguments)]
     if arguments.beside is not None:
         first["beside"] = ("beside", "bare again")
         decoding.append("beside")
     return {
         "model": path.name,
         "threads": threads,
+        "residency": arguments.residency,
         "pairs": arguments.pairs,
         "rounds": len(rows["bare"]),
         "prompt_tokens": rows["http"][0]["prompt_tokens"],
@@ -359,7 +258,8 @@ def compare(path: Path, threads: int, arguments: argparse.Namespace) -> dict[str
         "http_first_token_over_bare": {of: round(over(two[0], "first_s", two[1]), 4) for of, two in first.items()},
         "prepare_ms": round(1000 * median("bare", "prepare_s"), 2),
         "cpu_ms_per_token": {kind: round(median(kind, "cpu_ms_per_token"), 3) for kind in decoding},
-        "private_bytes": {key: statistics.median(one[key] for one in held) for key in held[0] if key[-5:] != "share"},
+        "private_bytes": {key: statistics.median(one[key] for one in held) for key in held[0] if key in HELD},
+        "fetched_experts": [one["fetched"] for one in held] if arguments.residency < 1 else None,
         "idle_cpu_share": statistics.median(one["idle_cpu_share"] for one in held),
     }
 
@@ -369,9 +269,9 @@ def starting(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     ready, load = [], []
     for _ in range(arguments.starts):
         with tempfile.TemporaryDirectory(prefix="spark-overhead-") as name:
-            with Agent(path, 1, Path(name)) as agent:
+            with agent_of(path, 1, Path(name), arguments.residency) as agent:
                 ready.append(agent.ready_s)
-            with Bare(path, 1) as engine:
+            with Bare(path, 1, arguments.residency) as engine:
                 load.append(engine.told["load_s"])
     return {
         "ready_s": round(statistics.median(ready), 3),
@@ -443,11 +343,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--starts", type=int, default=5)
     parser.add_argument("--beside", metavar="COMMAND", help="starts another server, with {model} and so on")
+    parser.add_argument("--residency", type=float, default=1.0)
     parser.add_argument("--characters", type=int, default=100_000)
     parser.add_argument("--bare", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.bare is not None:
-        bare(arguments.bare, arguments.threads[0])
+        bare(arguments.bare, arguments.threads[0], arguments.residency)
         return
     found: dict[str, Any] = {"n_ctx": N_CTX, "tokens": arguments.tokens, "speed": [], "tokenising": {}, "starting": {}}
     for model in arguments.model:
