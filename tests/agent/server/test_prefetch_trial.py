@@ -102,7 +102,7 @@ def test_what_is_plain_is_known_at_the_first_look(without_s: float, pays: bool) 
     bench.run(lambda early: 1.0 if early else without_s)
     assert (bench.trial.pays, bench.trial.early) == (pays, pays)
     assert len(bench.trial.gains) == 8
-    assert bench.trial.tokens < 1300
+    assert bench.trial.tokens < TrialRules().learning_tokens + 1000
 
 
 def test_a_trial_goes_on_where_it_was_cut_short() -> None:
@@ -158,7 +158,9 @@ def outcomes() -> Callable[[float, float], list[PrefetchTrial]]:
 
 @pytest.mark.parametrize("noise", [0.05, 0.2])
 def test_noise_alone_does_not_switch_it_on(outcomes: Outcomes, noise: float) -> None:
-    assert sum(trial.early for trial in outcomes(0.0, noise)) <= 1
+    # About one in fifty, of a thousand; in the first sixty a few more.
+    found = outcomes(0.0, noise)
+    assert sum(trial.early for trial in found) <= 0.07 * len(found)
 
 
 @pytest.mark.parametrize("effect", [0.05, 0.14])
@@ -173,4 +175,4 @@ def test_what_is_gained_is_found(outcomes: Outcomes, effect: float) -> None:
 def test_what_loses_is_off_soon(outcomes: Outcomes) -> None:
     found = outcomes(-0.1, 0.2)
     assert not any(trial.early for trial in found)
-    assert sorted(trial.tokens for trial in found)[len(found) // 2] < 1600
+    assert sorted(trial.tokens for trial in found)[len(found) // 2] < TrialRules().learning_tokens + 1300
