@@ -4,11 +4,11 @@ Usage: serving_overhead.py [--model demo|random|FILE.gguf …] [--threads 1 2] [
 [--starts N] [--characters N] [--residency SHARE] [--beside COMMAND] [--out FILE]. One process has the bare engine,
 another is a real agent, and both stay loaded; they are asked the same in turn, so that neither has the machine at a
 better time or caches warm from its own last answer. Where a process's memory comes to lie makes it faster or slower
-as a whole, so there are ``--pairs`` of such processes, one after another. ``random`` is a model with random weights
-whose token takes several milliseconds on two cores (``big_model.py``), written and removed again. With one thread
-llama.cpp leaves the second core to server and client. ``--beside`` is a command that starts another server of
-OpenAI's API, asked in the same rounds, with ``{model}``, ``{port}``, ``{threads}`` and ``{context}`` where they
-belong.
+as a whole, so there are ``--pairs`` of such processes, one after another, of which either is the first by turns.
+``random`` is a model with random weights whose token takes several milliseconds on two cores (``big_model.py``),
+written and removed again. With one thread llama.cpp leaves the second core to server and client. ``--beside`` is a
+command that starts another server of OpenAI's API, asked in the same rounds, with ``{model}``, ``{port}``,
+``{threads}`` and ``{context}`` where they belong.
 
 First tokens are compared twice. Of ``messages``: the engine's time has rendering and tokenising in it
 (``prepare_ms``), the agent is asked for a chat completion. Of ``tokens``: both are given the prompt's ids. ``not
@@ -154,14 +154,14 @@ Rows = dict[str, list[dict[str, Any]]]
 HELD = ("bare_before_loading", "bare_loaded", "bare_after", "agent_idle", "agent_beyond_bare", "agent_beyond_model")
 
 
-def pair(path: Path, threads: int, arguments: argparse.Namespace, rows: Rows) -> dict[str, Any]:
+def pair(path: Path, threads: int, arguments: argparse.Namespace, rows: Rows, *, agent_first: bool) -> dict[str, Any]:
     """Adds what two new processes take, and returns what they hold."""
-    with (
-        tempfile.TemporaryDirectory(prefix="spark-overhead-") as name,
-        Bare(path, threads, arguments.residency) as engine,
-        agent_of(path, threads, Path(name), arguments.residency) as agent,
-        contextlib.ExitStack() as others,
-    ):
+    with tempfile.TemporaryDirectory(prefix="spark-overhead-") as name, contextlib.ExitStack() as others:
+        if agent_first:
+            agent = others.enter_context(agent_of(path, threads, Path(name), arguments.residency))
+        engine = others.enter_context(Bare(path, threads, arguments.residency))
+        if not agent_first:
+            agent = others.enter_context(agent_of(path, threads, Path(name), arguments.residency))
         beside = None
         if arguments.beside is not None:
             beside = others.enter_context(
@@ -217,7 +217,7 @@ def compare(path: Path, threads: int, arguments: argparse.Namespace) -> dict[str
     """One model with one number of threads."""
     kinds = [kind for kind in (KINDS if arguments.beside is not None else KINDS[:-2]) if _measured(kind, arguments)]
     rows: Rows = {kind: [] for kind in kinds}
-    held = [pair(path, threads, arguments, rows) for _ in range(arguments.pairs)]
+    held = [pair(path, threads, arguments, rows, agent_first=number % 2 == 1) for number in range(arguments.pairs)]
     same = sum(
         one["text"].startswith(other["text"])
         for kind in ("", " tokens")

@@ -32,6 +32,8 @@ class RecencyOrder:
     def stamps(self) -> NDArray[np.uint32]:
         """The order as numbers from 1 on, later ones larger; 0 for experts never used."""
         stamps = np.zeros(self.n_experts, dtype=np.uint32)
+        if not self._clock:
+            return stamps  # a new session, whose first token waits for this of every layer
         used = np.flatnonzero(self._used >= 0)
         stamps[used[np.argsort(self._used[used])]] = np.arange(1, len(used) + 1)
         return stamps
