@@ -13,7 +13,7 @@ from spark_agent.dialogue.messages import Message, ToolCall, ToolChoice
 from spark_agent.server.api_error import ApiError
 from spark_agent.server.exchange import Ask
 from spark_agent.server.reasoning import Reasoned
-from spark_agent.server.requests import ApiModel, kind_of, newest_question, not_shown, tools_of
+from spark_agent.server.requests import MAX_MESSAGES, ApiModel, kind_of, newest_question, not_shown, tools_of
 from spark_runtime.sampling import Sampling
 
 __all__ = ["CountRequest", "MessagesRequest"]
@@ -43,7 +43,7 @@ class CountRequest(Reasoned):
     """The body of a count: all that decides the prompt."""
 
     model: str | None = None
-    messages: Annotated[list[_Message], Field(min_length=1)]
+    messages: Annotated[list[_Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: Any = None
     tools: list[Any] | None = None
     tool_choice: Any = None

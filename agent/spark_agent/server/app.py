@@ -20,7 +20,8 @@ from spark_agent.server.access import Access
 from spark_agent.server.anthropic_messages import MessagesAnswer
 from spark_agent.server.anthropic_requests import CountRequest, MessagesRequest
 from spark_agent.server.api_error import EXPECTED, ApiError, ContextExceededError
-from spark_agent.server.body import read_json, validated
+from spark_agent.server.aside import aside
+from spark_agent.server.body import read
 from spark_agent.server.body_budget import BodyBudget
 from spark_agent.server.conversations import lineage_of
 from spark_agent.server.exchange import Answering, Ask, Exchange, LineageOf, Opened, WorkloadOf
@@ -79,17 +80,19 @@ class _Api:
         return JSONResponse(self._names.entry(self._names.checked(request.path_params["name"])))
 
     async def chat_completions(self, request: Request) -> Response:
-        body = validated(ChatRequest, await read_json(request))
+        body, size = await read(ChatRequest, request)
         model = self._names.checked(body.model)
+        ask = await aside(body.ask, size=size)
 
         def shape(_: Answering) -> ChatAnswer:
             return ChatAnswer(model, include_usage=body.include_usage, logprobs=bool(body.logprobs))
 
-        return await self._answer(request, body.ask(), shape, stream=body.stream, named=body.model)
+        return await self._answer(request, ask, shape, stream=body.stream, named=body.model)
 
     async def completions(self, request: Request) -> Response:
-        body = validated(CompletionRequest, await read_json(request))
-        model, ask = self._names.checked(body.model), body.ask()
+        body, size = await read(CompletionRequest, request)
+        model = self._names.checked(body.model)
+        ask = await aside(body.ask, size=size)
 
         def shape(answering: Answering) -> CompletionAnswer:
             return CompletionAnswer(
@@ -107,7 +110,7 @@ class _Api:
         return b"".join(map(self._chat.piece, answering.prompt_tokens)).decode(errors="replace")
 
     async def responses(self, request: Request) -> Response:
-        body = validated(ResponsesRequest, await read_json(request))
+        body, size = await read(ResponsesRequest, request)
         model = self._names.checked(body.model)
         earlier: tuple[Message, ...] = ()
         if body.previous_response_id is not None:
@@ -120,7 +123,7 @@ class _Api:
             earlier = found
         tools = body.declared()
         answer = ResponsesAnswer(model, body, tools)
-        ask = body.ask(earlier, tools)
+        ask = await aside(body.ask, earlier, tools, size=size)
 
         def keep() -> None:
             if body.store is not False:
@@ -137,9 +140,9 @@ class _Api:
             return StreamingResponse(iter(answer.refused(error)), media_type="text/event-stream", headers=NOT_KEPT)
 
     async def messages(self, request: Request) -> Response:
-        body = validated(MessagesRequest, await read_json(request))
+        body, size = await read(MessagesRequest, request)
         model = self._names.checked(body.model)
-        ask = body.ask()
+        ask = await aside(body.ask, size=size)
 
         def shape(answering: Answering) -> MessagesAnswer:
             return MessagesAnswer(model, len(answering.prompt_tokens), body.max_tokens)
@@ -147,9 +150,10 @@ class _Api:
         return await self._answer(request, ask, shape, stream=body.stream, named=body.model)
 
     async def count_tokens(self, request: Request) -> Response:
-        body = validated(CountRequest, await read_json(request))
+        body, size = await read(CountRequest, request)
         self._names.checked(body.model)
-        return JSONResponse({"input_tokens": await self._exchange.count(body.ask())})
+        ask = await aside(body.ask, size=size)
+        return JSONResponse({"input_tokens": await self._exchange.count(ask)})
 
     async def _answer(
         self,

@@ -14,6 +14,7 @@ from spark_agent.server.generation import MAX_TOP_LOGPROBS
 from spark_agent.server.reasoning import Reasoned
 from spark_agent.server.requests import (
     LIST,
+    MAX_MESSAGES,
     STRING,
     ApiModel,
     Sampled,
@@ -131,7 +132,7 @@ class _ResponseFormat(ApiModel):
 class ChatRequest(Sampled, Reasoned):
     """The body."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None

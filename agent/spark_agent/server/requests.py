@@ -19,6 +19,7 @@ from spark_agent.dialogue.messages import Tool
 from spark_agent.server.api_error import ApiError
 
 __all__ = [
+    "MAX_MESSAGES",
     "ApiModel",
     "Sampled",
     "StreamOptions",
@@ -33,6 +34,8 @@ __all__ = [
 
 STRING, LIST = "<string>", "<list>"
 MAX_TOOLS = 512
+MAX_MESSAGES = 100_000
+"""Each takes a kilobyte here, and several tokens of a context; 32 MiB can hold a million."""
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.:-]{1,128}")
 _HIDDEN = re.compile(r"<.*>|function-.*|is-instance.*")
 """Names of union members, which are ours and no part of the request."""

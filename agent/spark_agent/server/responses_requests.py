@@ -16,7 +16,7 @@ from spark_agent.server.api_error import ApiError
 from spark_agent.server.exchange import Ask
 from spark_agent.server.openai_requests import tool_choice_of
 from spark_agent.server.reasoning import Reasoned
-from spark_agent.server.requests import kind_of, newest_question, not_shown
+from spark_agent.server.requests import MAX_MESSAGES, kind_of, newest_question, not_shown
 from spark_agent.server.responses_tools import ResponsesTools, arguments_of
 from spark_runtime.sampling import Sampling
 
@@ -60,6 +60,8 @@ class ResponsesRequest(Reasoned):
         if isinstance(self.input, str):
             return [{"type": "message", "role": "user", "content": self.input}]
         if isinstance(self.input, list) and self.input:
+            if len(self.input) > MAX_MESSAGES:
+                raise _invalid(f"input: found {len(self.input)} items, expected at most {MAX_MESSAGES}", "input")
             return self.input
         raise _invalid("input: expected a text or a list of items", "input")
 

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from spark_agent.dialogue.messages import Message
-from spark_agent.server import worker
+from spark_agent.server import body, worker
 from spark_agent.server.body import MAX_BODY_BYTES
+from spark_agent.server.requests import MAX_MESSAGES
 from spark_agent.server.serve import bind
 from spark_agent.server.sessions import lineage_of
 from spark_runtime.conversation import Conversation
@@ -53,6 +54,38 @@ def test_tokens_are_sent_without_waiting_for_acknowledgements(host):
 
     asyncio.run(ask())
     assert [delay != 0 for delay in delays] == [True]
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        (CHAT, "messages"),
+        ("/v1/messages", "messages"),
+        ("/v1/messages/count_tokens", "messages"),
+        ("/v1/responses", "input"),
+    ],
+)
+def test_a_long_body_is_read_beside_the_loop_and_its_messages_are_bounded(agent, monkeypatch, path, field):
+    here: list[bool] = []
+    parse = body.parse_json
+
+    def noting(raw: bytes) -> object:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            here.append(False)
+        else:
+            here.append(True)
+        return parse(raw)
+
+    monkeypatch.setattr(body, "parse_json", noting)
+    message = {"role": "user", "content": "x"}
+    for number, status in ((1, 200), (MAX_MESSAGES + 1, 400)):
+        reply = agent.client.post(path, json={field: [message] * number, "max_tokens": 1, "model": None})
+        assert reply.status_code == status, reply.text
+    assert here == [True, False]
+    assert f"at most {MAX_MESSAGES}" in reply.json()["error"]["message"]
+    assert reply.json()["error"].get("param", field) == field
 
 
 def test_health(agent):
