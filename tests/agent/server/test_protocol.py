@@ -310,11 +310,13 @@ def test_a_failing_engine_answers_500_and_the_next_request(agent, until, monkeyp
     ("fault", "code"), [(DecodeError("llama.cpp failed"), "engine"), (ZeroDivisionError("secret"), "internal")]
 )
 def test_a_failure_in_a_stream_is_its_last_event(agent, monkeypatch, caplog, fault, code):
-    piece, seen = agent.engine.piece, []
+    piece, seen, began = agent.engine.piece, [], threading.Event()
 
     def fail_later(token: int) -> bytes:
         seen.append(token)
         if len(seen) > 3:
+            # What fails before anything was sent is an error's status.
+            assert began.wait(120)
             raise fault
         return piece(token)
 
@@ -324,7 +326,9 @@ def test_a_failure_in_a_stream_is_its_last_event(agent, monkeypatch, caplog, fau
     with monkeypatch.context() as patch:
         patch.setattr(agent.engine, "piece", fail_later)
         with agent.client.stream("POST", CHAT, json=body) as reply, contextlib.suppress(Exception):
-            chunks.extend(reply.iter_raw())
+            for chunk in reply.iter_raw():
+                chunks.append(chunk)
+                began.set()
     body = b"".join(chunks)
     assert b"[DONE]" not in body
     last = json.loads(body.split(b"\n\n")[-2].removeprefix(b"data: "))
