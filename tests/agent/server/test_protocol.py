@@ -16,7 +16,7 @@ import pytest
 
 from spark_agent.dialogue.messages import Message
 from spark_agent.server import body, worker
-from spark_agent.server.body import MAX_BODY_BYTES
+from spark_agent.server.body import MAX_BODY_BYTES, MAX_VALUES
 from spark_agent.server.requests import MAX_MESSAGES
 from spark_agent.server.serve import bind
 from spark_agent.server.sessions import lineage_of
@@ -54,6 +54,18 @@ def test_tokens_are_sent_without_waiting_for_acknowledgements(host):
 
     asyncio.run(ask())
     assert [delay != 0 for delay in delays] == [True]
+
+
+@pytest.mark.parametrize("unit", [b"{},", b"[],", b"0,", b'{"a":{}},', b'{"role":"user","content":"x"},'])
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses", "/v1/completions"])
+def test_very_many_small_values_are_refused_before_they_are_read(agent, path, unit):
+    """A gigabyte of objects comes of what is allowed in bytes."""
+    number = MAX_VALUES // sum(map(unit.count, b",[{")) + 1
+    content = b'{"messages":[' + unit * number + unit[:-1] + b"]}"
+    reply = agent.client.post(path, content=content, headers={"Content-Type": "application/json"})
+    assert reply.status_code == 413, reply.text
+    assert "commas and brackets" in reply.json()["error"]["message"]
+    assert agent.answer()
 
 
 @pytest.mark.parametrize(
