@@ -60,7 +60,7 @@ def test_tokens_are_sent_without_waiting_for_acknowledgements(host):
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses", "/v1/completions"])
 def test_very_many_small_values_are_refused_before_they_are_read(agent, path, unit):
     """A gigabyte of objects comes of what is allowed in bytes."""
-    number = MAX_VALUES // sum(map(unit.count, b",[{")) + 1
+    number = MAX_VALUES // sum(map(unit.count, b",[[{{")) + 1
     content = b'{"messages":[' + unit * number + unit[:-1] + b"]}"
     reply = agent.client.post(path, content=content, headers={"Content-Type": "application/json"})
     assert reply.status_code == 413, reply.text
