@@ -52,6 +52,8 @@ def main() -> None:
         del arguments[0]
         heap._malloc_trim = lambda: None  # noqa: SLF001 (to leave it out)
     sys.argv = ["spark-agent", *arguments]
+    # As the agent itself does, before it has threads: the one below would bring another heap.
+    heap.share_heaps()
     threading.Thread(target=write_samples, args=(path, every_s), name="inside", daemon=True).start()
     from spark_agent.cli import main as agent
 
