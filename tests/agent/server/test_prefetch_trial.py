@@ -15,7 +15,7 @@ from spark_agent.server.prefetch_trial import PrefetchTrial, TrialRules
 
 DISTURBED_S = 1000.0
 """Of a token that must not be timed."""
-Outcomes = Callable[[float, float], list[PrefetchTrial]]
+Outcomes = Callable[..., list[PrefetchTrial]]
 SHORT = TrialRules(learning_tokens=5, settling_tokens=3, timed_tokens=8, looks=(8, 10), most_tokens=2000)
 
 
@@ -144,7 +144,7 @@ def test_after_its_end_nothing_changes() -> None:
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> Callable[[float, float], list[PrefetchTrial]]:
+def outcomes() -> Outcomes:
     """Trials beside the traffic that the benchmark makes: conversations by turns, prompts, pauses, other programs."""
     folder = Path(__file__).resolve().parents[3] / "infra/benchmarks"
     sys.path.append(str(folder))  # what benchmarks share
@@ -153,14 +153,14 @@ def outcomes() -> Callable[[float, float], list[PrefetchTrial]]:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return lambda effect, noise: list(module.trials(effect, noise, 60))
+    return lambda effect, noise, count=60: list(module.trials(effect, noise, count))
 
 
 @pytest.mark.parametrize("noise", [0.05, 0.2])
 def test_noise_alone_does_not_switch_it_on(outcomes: Outcomes, noise: float) -> None:
-    # About one in fifty, of a thousand; in the first sixty a few more.
-    found = outcomes(0.0, noise)
-    assert sum(trial.early for trial in found) <= 0.07 * len(found)
+    # Of so many, an interval at 95% in place of 99% would let one in thirteen through at the larger noise.
+    found = outcomes(0.0, noise, 400)
+    assert sum(trial.early for trial in found) <= 0.03 * len(found)
 
 
 @pytest.mark.parametrize("effect", [0.05, 0.14])
