@@ -103,25 +103,31 @@ class Client:
         self.process.wait(60)
 
 
+def start_agent(program: Sequence[str], home: Path, *options: object) -> tuple[subprocess.Popen[str], str]:
+    """``PROGRAM run`` on a free port, with folders of its own in ``home``, and its address once it serves."""
+    names = ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR")
+    environment = {**os.environ, **{name: str(home / name) for name in names}, "SPARKMOE_OFFLINE": "1"}
+    command = [*program, "run", "-p", "0", "--json", *map(str, options)]
+    with (home / "agent.log").open("w") as log:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, stdin=subprocess.DEVNULL
+        )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise SystemExit("error: the agent did not start: " + (home / "agent.log").read_text())
+    return process, json.loads(line)["base_url"]
+
+
 class Agent(Client):
     """A real agent with folders of its own in ``home``, started with options of ``spark-agent run``."""
 
     def __init__(self, home: Path, model: Path, *options: object) -> None:
-        names = ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR")
-        environment = {**os.environ, **{name: str(home / name) for name in names}, "SPARKMOE_OFFLINE": "1"}
-        command = [str(Path(sys.executable).with_name("spark-agent")), "run", str(model), "-p", "0", "--json"]
-        command += map(str, options)
         began = time.perf_counter()
-        with (home / "agent.log").open("w") as log:
-            process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, stdin=subprocess.DEVNULL
-            )
-        assert process.stdout is not None
-        line = process.stdout.readline()
+        program = [str(Path(sys.executable).with_name("spark-agent"))]
+        process, base_url = start_agent(program, home, *options, model)
         self.ready_s = time.perf_counter() - began
-        if not line:
-            raise SystemExit("error: the agent did not start: " + (home / "agent.log").read_text())
-        super().__init__(process, urlsplit(json.loads(line)["base_url"]).port or 80)
+        super().__init__(process, urlsplit(base_url).port or 80)
 
     def stats(self) -> dict[str, Any]:
         """``GET /spark/stats``."""

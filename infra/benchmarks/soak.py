@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import signal
 import subprocess
@@ -28,6 +27,7 @@ from typing import Any
 import httpx
 from process_watch import Watch, of_quarters
 from report import parser_of, report
+from served import start_agent
 
 HUNG_S = 120.0
 INSIDE_S = 10.0
@@ -236,18 +236,9 @@ class Client(threading.Thread):
 
 
 def start(arguments: argparse.Namespace, home: Path) -> tuple[subprocess.Popen[str], str]:
-    folders = {
-        name: str(home / name) for name in ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR")
-    }
     program = [sys.executable, str(Path(__file__).with_name("agent_inside.py")), str(home / "inside"), str(INSIDE_S)]
     program += ["--untrimmed"] if arguments.untrimmed else []
-    command = [*program, "run", "-p", "0", "--json", *arguments.run]
-    command += [str(arguments.model)] if arguments.model else []
-    environment = {**os.environ, **folders, "SPARKMOE_OFFLINE": "1"}
-    log = (home / "agent.log").open("w")
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
-    assert process.stdout is not None
-    return process, json.loads(process.stdout.readline())["base_url"]
+    return start_agent(program, home, *arguments.run, *([arguments.model] if arguments.model else []))
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
