@@ -27,7 +27,10 @@ def check_tool(tool: Tool) -> None:
 def answer_grammar(schema: object, *, strict: bool, thought_end: str | None = None, harmony: bool = False) -> str:
     """A grammar for an answer that is JSON of a schema, after the reasoning that the prompt has opened, if any."""
     grammar = JsonGrammar()
-    before = f'{_HARMONY_THOUGHT} "<|channel|>final<|message|>" ' if harmony else _after_thought(thought_end)
+    if harmony:
+        before = f'{_harmony_thought(grammar)} "<|channel|>final<|message|>" '
+    else:
+        before = _after_thought(grammar, thought_end)
     return grammar.text(before + grammar.schema(schema, strict=strict))
 
 
@@ -47,7 +50,7 @@ def call_grammar(
         body = _repeated(grammar, (_tagged(calls, grammar, tool) for tool in tools), '"\\n"', more)
     else:
         raise TypeError(f"no grammar for {calls.name}")
-    return grammar.text(_after_thought(thought_end) + body)
+    return grammar.text(_after_thought(grammar, thought_end) + body)
 
 
 def written_call(calls: CallFormat | None) -> str:
@@ -65,22 +68,8 @@ def written_call(calls: CallFormat | None) -> str:
     return "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>"
 
 
-def _after_thought(end: str | None) -> str:
-    return "" if end is None else f"{_until(end)} {literal(end)} [ \\n]{{0,2}} "
-
-
-def _until(end: str) -> str:
-    """A text that holds no ``end``, and of its first character none right before its other ones."""
-    first = end[0]
-    following = _other(end[-1], first)
-    for letter in reversed(end[1:-1]):
-        following = f"({_other(letter, first)} | {literal(letter)} {following})"
-    return f"({_other(first)} | {literal(first)}+ {following})*"
-
-
-def _other(*letters: str) -> str:
-    """Any character but these."""
-    return "[^" + "".join(f"\\x{ord(letter):02x}" for letter in letters) + "]"
+def _after_thought(grammar: JsonGrammar, end: str | None) -> str:
+    return "" if end is None else f"{grammar.text_through(end)} [ \\n]{{0,2}} "
 
 
 def _repeated(grammar: JsonGrammar, calls: Iterable[str], separator: str, more: int) -> str:
@@ -137,13 +126,17 @@ def _tagged(calls: TaggedCalls, grammar: JsonGrammar, tool: Tool) -> str:
     head, key, value_end, tail = calls.written
     required = tool.parameters.get("required", [])
     parts = []
+    before, tag, after = value_end.partition(calls.value[1])
     for name, schema in tool.properties.items():
-        # Only the schema's own document can be referred to, so a value with a reference is any JSON.
-        bare = schema if "$ref" not in json.dumps(schema) else True
-        value = _until(calls.value[1]) if is_text(schema) and "enum" not in schema else grammar.schema(bare)
-        if is_text(schema) and "enum" in schema:
-            value = grammar.add(" | ".join(literal(str(each)) for each in schema["enum"]))
-        part = grammar.add(f"{literal(key.replace('KEY', name))} {value} {literal(value_end)}")
+        if not is_text(schema):
+            # Only the schema's own document can be referred to, so a value with a reference is any JSON.
+            bare = schema if "$ref" not in json.dumps(schema) else True
+            value = f"{grammar.schema(bare)} {literal(value_end)}"
+        elif "enum" in schema:
+            value = f"{grammar.add(' | '.join(literal(str(each)) for each in schema['enum']))} {literal(value_end)}"
+        else:
+            value = " ".join([grammar.text_through(tag, before), *_literals(after)])
+        part = grammar.add(f"{literal(key.replace('KEY', name))} {value}")
         parts.append(part if name in required else f"{part}?")
     return _between(head.replace("NAME", tool.name), " ".join(parts), tail)
 
@@ -154,7 +147,8 @@ def _harmony(grammar: JsonGrammar, tools: Sequence[Tool]) -> str:
         f"{_arguments(grammar, tool)}"
         for tool in tools
     )
-    return f"{_HARMONY_THOUGHT} {grammar.add(' | '.join(calls))}"
+    return f"{_harmony_thought(grammar)} {grammar.add(' | '.join(calls))}"
 
 
-_HARMONY_THOUGHT = f'("<|channel|>analysis<|message|>" {_until("<|end|>")} "<|end|><|start|>assistant")?'
+def _harmony_thought(grammar: JsonGrammar) -> str:
+    return f'("<|channel|>analysis<|message|>" {grammar.text_through("<|end|>")} "<|start|>assistant")?'

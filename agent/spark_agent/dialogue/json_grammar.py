@@ -8,9 +8,11 @@ by name where the schema is to be followed strictly, and otherwise left to the m
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
+
+from spark_agent.dialogue.text_grammar import text_rules
 
 __all__ = ["JsonGrammar", "SchemaError", "literal"]
 
@@ -62,14 +64,27 @@ class JsonGrammar:
     def __init__(self) -> None:
         self._rules = dict(_PRIMITIVES)
         self._references: dict[tuple[int, str], str] = {}
+        self._texts: dict[tuple[str, str], str] = {}
 
     def add(self, body: str) -> str:
         """Add a rule, return its name."""
-        if len(self._rules) >= MAX_RULES:
-            raise SchemaError(f"the schema needs more than {MAX_RULES} rules")
         name = f"r{len(self._rules)}"
-        self._rules[name] = body
+        self._include({name: body})
         return name
+
+    def text_through(self, end: str, before: str = "") -> str:
+        """The name of a rule for a text with its end, which stands in it once, right after ``before``."""
+        key = (end, before)
+        if key not in self._texts:
+            rules = text_rules(f"t{len(self._texts)}-", end, before)
+            self._include(rules)
+            self._texts[key] = next(iter(rules))
+        return self._texts[key]
+
+    def _include(self, rules: Mapping[str, str]) -> None:
+        if len(self._rules) + len(rules) > MAX_RULES:
+            raise SchemaError(f"the schema needs more than {MAX_RULES} rules")
+        self._rules |= rules
 
     def text(self, root: str) -> str:
         """The grammar, with this as its root."""

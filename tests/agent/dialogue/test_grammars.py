@@ -19,6 +19,7 @@ from spark_agent.dialogue.json_calls import HERMES
 from spark_agent.dialogue.json_grammar import MAX_DEPTH, JsonGrammar, SchemaError
 from spark_agent.dialogue.messages import Tool
 from spark_agent.dialogue.output_parser import TaggedParser
+from spark_agent.dialogue.xml_calls import TaggedCalls
 from spark_runtime.llama import bindings
 from spark_runtime.models import demo_model_path
 
@@ -273,6 +274,52 @@ def test_markup_that_only_looks_like_an_end_is_part_of_a_text(follows: Any) -> N
     assert merged(parser.push(written) + parser.end()) == [Call("note", json.dumps({"text": text}))]
     thought = f"{text} </thinking></think>\n\nnull"
     assert follows(answer_grammar({"type": "null"}, strict=True, thought_end="</think>"), thought)
+
+
+MARKERS = [("", "<|end|>"), ("", "</think>"), ("\n", "</parameter>"), ("", "</arg_value>"), ("", "abab"), ("a", "aab")]
+MARKERS += [("", "＜｜end｜＞"), ("", "]")]
+
+
+@pytest.mark.parametrize(("before", "end"), MARKERS)
+@given(data=st.data())
+def test_a_text_goes_on_to_its_first_marker(follows: Any, before: str, end: str, data: st.DataObject) -> None:
+    parts = st.sampled_from([*end, *before, end[:-1], end[:2], "x", "\n", "é"])
+    text = "".join(data.draw(st.lists(parts, max_size=12)))
+    grammar = JsonGrammar()
+    rules = grammar.text(f'{grammar.text_through(end, before)} "!"')
+    for tried in (text, f"{text}{end}", f"{text}{before}{end}"):
+        once = tried.endswith(before + end) and tried.index(end) == len(tried) - len(end)
+        assert follows(rules, f"{tried}!") == once
+
+
+TAGGED = sorted(name for name, calls in FORMATS.items() if isinstance(calls, TaggedCalls))
+
+
+@pytest.mark.parametrize("name", TAGGED)
+@given(data=st.data())
+def test_any_text_can_be_written_in_a_forced_call(follows: Any, name: str, data: st.DataObject) -> None:
+    calls = FORMATS[name]
+    assert isinstance(calls, TaggedCalls)
+    tag = calls.value[1]
+    parts = st.sampled_from([*tag[:4], tag[:-1], "\n", "\n\n", "<", "<<", "def f():", "\n</", "</", "é"])
+    text = "".join(data.draw(st.lists(parts, max_size=10)))
+    # Where the format itself breaks no line around a value, its readers take one away all the same.
+    bare = calls.written[2].startswith(tag)
+    read = text.removeprefix("\n").removesuffix("\n") if bare else text
+    tool = Tool("note", parameters={"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]})
+    head, key, value_end, tail = calls.written
+    written = f"{head.replace('NAME', 'note')}{key.replace('KEY', 'text')}{text}{value_end}{tail}"
+    assert follows(call_grammar(calls, [tool], parallel=False), written)
+    parser = TaggedParser(calls, {"note": tool})
+    (call,) = merged(parser.push(written) + parser.end())
+    assert isinstance(call, Call)
+    assert json.loads(call.arguments) == {"text": read}
+
+
+def test_many_texts_share_one_automaton() -> None:
+    names = [f"p{number}" for number in range(1000)]
+    tool = Tool("note", parameters={"type": "object", "properties": {name: {"type": "string"} for name in names}})
+    assert call_grammar(FORMATS["qwen-coder"], [tool], parallel=False).count("\nt0-") < 30
 
 
 def test_an_answer_on_its_channel(follows: Any) -> None:

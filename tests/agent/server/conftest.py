@@ -64,6 +64,13 @@ class Agent:
         values = [part.removeprefix(b"data: ") for part in parts]
         return [value.decode() if value == b"[DONE]" else json.loads(value) for value in values]
 
+    def never_ends(self, patch: pytest.MonkeyPatch) -> None:
+        """Answers go on until something else ends them.
+
+        Which tokens are the likeliest depends on how a processor rounds, so no prompt makes the model go on anywhere.
+        """
+        patch.setattr(self.engine, "is_end", lambda _token: False)
+
 
 Serving = Callable[..., contextlib.AbstractContextManager[Agent]]
 
@@ -76,11 +83,13 @@ def serving(
     tier: TierStart | None = None,
     repack: bool = True,
     n_seq_max: int = 1,
+    n_ubatch: int = 0,
     **options: Any,
 ) -> Iterator[Agent]:
     """Serve while the block runs. ``refuse`` gives the error with which counts are not taken, if any.
 
-    ``options`` are further arguments of the application.
+    ``n_ubatch`` is how many tokens of a prompt are computed at once; ``options`` are further arguments of the
+    application.
     """
     kept: list[tuple[str, SessionCounts]] = []
     complaints: list[Exception] = []
@@ -97,12 +106,18 @@ def serving(
             raise error
         kept.append((lineage, counts))
 
+    opened = EngineOptions(
+        n_ctx=n_ctx,
+        n_threads=1,
+        n_outputs_max=1,
+        tier=tier,
+        repack=repack,
+        n_seq_max=n_seq_max,
+        n_ubatch=n_ubatch,
+    )
     with (
         bind("127.0.0.1", 0) as listener,
-        Engine.load(
-            model or demo_model_path(),
-            EngineOptions(n_ctx=n_ctx, n_threads=1, n_outputs_max=1, tier=tier, repack=repack, n_seq_max=n_seq_max),
-        ) as engine,
+        Engine.load(model or demo_model_path(), opened) as engine,
     ):
         sessions = LiveSessions(engine.shape, keep, time.monotonic)
         worker = Worker(engine, sessions, complaints.append, on_done=reports.append)
@@ -139,6 +154,10 @@ def serve() -> Serving:
 
 @pytest.fixture(scope="module")
 def agent() -> Iterator[Agent]:
-    """A server that the tests of a module share."""
-    with serving() as running:
+    """A server that the tests of a module share.
+
+    It computes prompts token by token. How many of them are reused, which is up to the tests before, would otherwise
+    change the sizes of batches, with them the bits, and with these now and then a greedy answer.
+    """
+    with serving(n_ubatch=1) as running:
         yield running

@@ -114,8 +114,9 @@ def test_token_limits(agent, name):
     assert body["usage"]["completion_tokens"] == 3
 
 
-def test_an_answer_ends_with_the_context(serve):
+def test_an_answer_ends_with_the_context(serve, monkeypatch):
     with serve(n_ctx=256) as agent:
+        agent.never_ends(monkeypatch)
         body = agent.chat(FOREVER, max_tokens=10_000).json()
         assert body["usage"]["total_tokens"] == 256
         assert body["choices"][0]["finish_reason"] == "length"

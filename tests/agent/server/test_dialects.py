@@ -121,6 +121,7 @@ def test_a_failure_inside_a_stream_is_an_event(agent, path, monkeypatch):
 
     limits = {"max_tokens": 30, "max_output_tokens": 30}
     with monkeypatch.context() as patch:
+        agent.never_ends(patch)
         patch.setattr(agent.engine, "piece", fail_later)
         reply = agent.client.post(path, json={**BODIES[path], "stream": True, "temperature": 0, **limits})
     assert reply.status_code == 200

@@ -214,6 +214,7 @@ def slowed(agent, monkeypatch):
         return piece(token)
 
     monkeypatch.setattr(agent.engine, "piece", slowly)
+    agent.never_ends(monkeypatch)
     return agent
 
 

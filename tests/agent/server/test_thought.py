@@ -7,6 +7,7 @@ import contextlib
 import json
 from typing import Any
 
+import pytest
 from generated import events_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -76,18 +77,23 @@ UNIT = Tool(
 )
 
 
-def test_a_thought_that_would_not_end_makes_way_for_the_call() -> None:
-    """A small model has no idea of harmony: the grammar makes it think and call, and the limit end the one."""
+@pytest.mark.parametrize("bias", [-100.0, 100.0])
+def test_a_thought_that_would_not_end_makes_way_for_the_call(bias: float) -> None:
+    """A small model has no idea of harmony: the grammar makes it think and call, and the limit end the one.
+
+    It thinks without any ``<``, or of nothing else, so that what ends it comes after its own beginning.
+    """
     grammar = call_grammar(None, [UNIT], parallel=False)
     grammar = grammar.replace('<|start|>assistant")?', '<|start|>assistant")', 1)
     with Engine.load(demo_model_path(), EngineOptions(n_ctx=512, n_threads=1, count_routing=False)) as engine:
         worker = Worker(engine, LiveSessions(engine.shape, lambda *_: None, lambda: 0.0), lambda error: None)
         worker.start()
+        markup = tuple((token, bias) for token in range(engine.n_vocab) if b"<" in engine.piece(token))
         ending = tuple(engine.tokenize("<|end|><|start|>assistant", add_special=False))
         limit = ThoughtLimit(20, b"<|channel|>analysis<|message|>", b"<|end|>", ending, opened=False)
 
         async def told(thought_limit: ThoughtLimit | None) -> tuple[list[Any], str]:
-            sampling = Sampling(grammar=grammar)
+            sampling = Sampling(grammar=grammar, logit_bias=markup)
             prompt = engine.tokenize("How are you today?")
             generation = Generation("x", prompt, sampling, 150, (), thought_limit=thought_limit)
             worker.submit(generation)
@@ -104,6 +110,7 @@ def test_a_thought_that_would_not_end_makes_way_for_the_call() -> None:
             assert reason == "length"
             (thought, call), reason = asyncio.run(told(limit))
             assert isinstance(thought, Reasoning)
+            assert (set(thought.text) == {"<"}) == (bias > 0)
             assert isinstance(call, Call)
             assert (call.name, set(json.loads(call.arguments)), reason) == ("unit", {"exact"}, "stop")
         finally:

@@ -102,6 +102,7 @@ def test_a_grammar_that_hangs_makes_only_its_own_request_wait(monkeypatch: pytes
     with Engine.load(demo_model_path(), options) as engine:
         worker = Worker(engine, LiveSessions(engine.shape, lambda *_: None, lambda: 0.0), lambda error: None)
         worker.start()
+        never_ends = tuple((token, -100.0) for token in range(engine.n_vocab) if engine.is_end(token))
 
         def followed() -> Generation:
             sampling = Sampling(temperature=1.0, seed=3, grammar="root ::= [a-z ]{30,60} [0-9]")
@@ -116,7 +117,8 @@ def test_a_grammar_that_hangs_makes_only_its_own_request_wait(monkeypatch: pytes
             process._process.send_signal(signal.SIGSTOP)
             try:
                 for index in range(3):
-                    worker.submit(free := Generation("f", engine.tokenize(PROMPTS[index]), Sampling(), 12, ()))
+                    sampling = Sampling(logit_bias=never_ends)
+                    worker.submit(free := Generation("f", engine.tokenize(PROMPTS[index]), sampling, 12, ()))
                     assert (await heard(free))[1] == ("length", 12)
                 assert worker.load.running == 1
                 # One that is given up meanwhile goes at once.
