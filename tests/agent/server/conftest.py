@@ -69,7 +69,7 @@ class Agent:
 
         Which tokens are the likeliest depends on how a processor rounds, so no prompt makes the model go on anywhere.
         """
-        patch.setattr(self.engine, "is_end", lambda _token: False)
+        patch.setattr(self.engine._context, "is_end", lambda _token: False)
 
 
 Serving = Callable[..., contextlib.AbstractContextManager[Agent]]
