@@ -8,7 +8,7 @@ from __future__ import annotations
 import hmac
 import secrets
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from spark_agent.server.api_error import ApiError
@@ -38,12 +38,12 @@ class Access:
             return
         request_id = f"req_{secrets.token_hex(16)}"
         scope["spark.request_id"] = request_id
+        # Anthropic's clients read the one, OpenAI's the other.
+        own = [(name, request_id.encode()) for name in (b"request-id", b"x-request-id")]
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                # Anthropic's clients read the one, OpenAI's the other.
-                headers["request-id"] = headers["x-request-id"] = request_id
+                message = {**message, "headers": [*message["headers"], *own]}
             await send(message)
 
         refusal = self._refusal(scope["path"], Headers(scope=scope))

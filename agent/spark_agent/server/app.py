@@ -165,18 +165,18 @@ class _Api:
         named: str | None,
         done: Callable[[], None] = lambda: None,
     ) -> Response:
-        answering = await self._exchange.start(ask, partial(_headers, request), named)
+        answering = await self._exchange.prepare(ask, partial(_headers, request), named)
         leaving = Leaving(request.receive, answering.leave)
         try:
             answer = shape(answering)
             if not stream:
+                self._exchange.submit(answering)
                 whole = answer.whole(*await answering.whole())
                 leaving.close()
                 done()
                 return JSONResponse(whole)
-            # What comes first decides between an error status and a stream, if it comes soon.
             stream_of = Stream(answer, answering, leaving, done)
-            await stream_of.begin()
+            self._exchange.submit(answering)
             return stream_of
         except BaseException as error:
             # Whatever ends the waiting, most of all a client that left, ends the computing.

@@ -105,7 +105,7 @@ class Answering:
         parallel: bool,
         streamed_calls: frozenset[str] = frozenset(),
     ) -> None:
-        self._generation = generation
+        self.generation = generation
         self._events = generation.events
         self._parser = parser
         self._parallel = parallel
@@ -116,7 +116,7 @@ class Answering:
 
     def cancel(self) -> None:
         """Stop computing."""
-        self._generation.cancelled.set()
+        self.generation.cancelled.set()
 
     def leave(self, error: Exception) -> None:
         """Stop computing, and raise ``error`` where the output is waited for: nobody wants it any more."""
@@ -243,10 +243,10 @@ class Exchange:
             return error.prompt_tokens
         return len(prepared.tokens)
 
-    async def start(self, ask: Ask, headers: Callable[[], Mapping[str, str]], model: str | None) -> Answering:
-        """Submit it; raise :class:`ApiError` for what cannot be asked of this model. ``model`` as it was named.
+    async def prepare(self, ask: Ask, headers: Callable[[], Mapping[str, str]], model: str | None) -> Answering:
+        """Make it ready; raise :class:`ApiError` for what cannot be asked of this model. ``model`` as it was named.
 
-        The headers are asked for while the prompt is rendered.
+        The headers are asked for while the prompt is rendered. Nothing is computed before :meth:`submit`.
         """
         messages = ask.messages or (Message("user", ask.raw if isinstance(ask.raw, str) else ""),)
         found: list[tuple[Callable[[], str], str | None]] = []
@@ -267,11 +267,17 @@ class Exchange:
             thought_limit=prepared.thought_limit,
         )
         parser = prepared.parser or PlainParser()
-        answering = Answering(generation, parser, parallel=ask.choice.parallel, streamed_calls=ask.streamed_calls)
+        return Answering(generation, parser, parallel=ask.choice.parallel, streamed_calls=ask.streamed_calls)
+
+    def submit(self, answering: Answering) -> None:
+        """Put it in line; raise :class:`ApiError`.
+
+        Whoever calls waits right afterwards: the computing thread needs the interpreter, too.
+        """
+        generation = answering.generation
         try:
             self._worker.submit(generation)
         except Exception as error:
             raise ApiError.of(error) from error
         # Not at once: what it takes would delay the first token.
         asyncio.get_running_loop().call_later(_OPENED_AFTER_S, self._opened, generation.lineage)
-        return answering

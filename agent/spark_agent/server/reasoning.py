@@ -83,6 +83,8 @@ class Reasoned(ApiModel):
 
     def thought(self) -> ReasoningAsk:
         """What is asked for: the smallest budget that is named; who asks for none gets none."""
+        if self.model_fields_set.isdisjoint(Reasoned.model_fields):
+            return ReasoningAsk()
         own = dict(self.chat_template_kwargs or {})
         asked = self.reasoning or _Reasoning()
         named = [

@@ -38,7 +38,7 @@ class Answer(Protocol):
 class Leaving:
     """Notices that a client has left, and tells with :class:`ClientDisconnect`.
 
-    It begins to look a hundredth of a second after a request was submitted: before, that would only delay an answer.
+    It begins to look a hundredth of a second after a request was ready: before, that would only delay an answer.
     """
 
     def __init__(self, receive: Receive, left: Callable[[Exception], None]) -> None:
@@ -79,25 +79,27 @@ class Stream(Response):
         self._waited = False
         self._send: Send | None = None
 
-    async def begin(self) -> None:
-        """Wait for what comes first, within a limit; raises what went wrong before that."""
-        async for chunk in self._chunks:
-            self._held.append(chunk)
-            if self._waited:
-                return
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it; a client that left is no error."""
+        """Send it. What goes wrong before anything of the answer has come is raised; a client that left is no error.
+
+        What comes first decides between an error's status and a stream, if it comes soon: until then nothing is sent.
+        """
         del receive  # who watches the client has it
-        self._send = send
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
             async for chunk in self._chunks:
                 self._held.append(chunk)
+                if self._waited and self._send is None:
+                    await self._start(send)
+            if self._send is None:
+                await self._start(send)
             self._done()
-        except ClientDisconnect:
-            return
         except Exception as error:
+            if self._send is None:
+                if isinstance(error, EXPECTED):
+                    raise ApiError.of(error) from error
+                raise
+            if isinstance(error, ClientDisconnect):
+                return
             # The status is sent; the error can only be the stream's last event.
             self._held.append(self._answer.failed(ApiError.of(error), request_id_of(scope)))
             if not isinstance(error, (*EXPECTED, ApiError)):
@@ -107,6 +109,10 @@ class Stream(Response):
             self._answering.cancel()
             self._leaving.close()
         await send({"type": "http.response.body", "body": b"".join(self._held), "more_body": False})
+
+    async def _start(self, send: Send) -> None:
+        self._send = send
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
 
     async def _flush(self) -> None:
         self._waited = True

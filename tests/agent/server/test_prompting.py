@@ -130,7 +130,7 @@ def test_who_is_refused_is_not_remembered() -> None:
     exchange = Exchange(unused, prompting_of(families.CHATML), lineage_of, lambda *_: None)
     ask = Ask(Sampling(), messages=(Message("user", "x" * Engine.n_ctx),))
     with pytest.raises(ContextExceededError):
-        asyncio.run(exchange.start(ask, dict, None))
+        asyncio.run(exchange.prepare(ask, dict, None))
     assert (len(read), told) == (1, [])
 
 
