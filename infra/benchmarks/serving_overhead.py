@@ -1,14 +1,15 @@
 """What serving costs beside the bare engine: speed through HTTP, idle memory and time, and starting.
 
 Usage: serving_overhead.py [--model demo|random|FILE.gguf …] [--threads 1 2] [--pairs N] [--rounds N] [--tokens N]
-[--starts N] [--characters N] [--residency SHARE] [--beside COMMAND] [--out FILE]. One process has the bare engine,
-another is a real agent, and both stay loaded; they are asked the same in turn, so that neither has the machine at a
-better time or caches warm from its own last answer. Where a process's memory comes to lie makes it faster or slower
-as a whole, so there are ``--pairs`` of such processes, one after another, of which either is the first by turns.
+[--starts N] [--characters N] [--residency SHARE] [--beside COMMAND [--beside-asked ids]] [--out FILE]. One process has
+the bare engine, another is a real agent, and both stay loaded; they are asked the same in turn, so that neither has the
+machine at a better time or caches warm from its own last answer. Where a process's memory comes to lie makes it faster
+or slower as a whole, so there are ``--pairs`` of such processes, one after another, of which either is the first by
+turns.
 ``random`` is a model with random weights whose token takes several milliseconds on two cores (``big_model.py``),
 written and removed again. With one thread llama.cpp leaves the second core to server and client. ``--beside`` is a
 command that starts another server of OpenAI's API, asked in the same rounds, with ``{model}``, ``{port}``,
-``{threads}`` and ``{context}`` where they belong.
+``{threads}`` and ``{context}`` where they belong; with ``--beside-asked ids`` it is asked for completions of token ids.
 
 First tokens are compared twice. Of ``messages``: the engine's time has rendering and tokenising in it
 (``prepare_ms``), the agent is asked for a chat completion. Of ``tokens``: both are given the prompt's ids. ``not
@@ -182,9 +183,12 @@ def pair(path: Path, threads: int, arguments: argparse.Namespace, rows: Rows, *,
                     raise SystemExit("error: the agent and the engine were asked different things")
             if beside is not None:
                 messages = conversation(3 * number + 2)
-                found["bare again"] = engine.ask(messages, count)
-                found["beside"] = beside.ask(messages, count, ends)
-                found["bare again"]["first_s"] += found["bare again"]["prepare_s"]
+                found["bare again"] = again = engine.ask(messages, count)
+                if arguments.beside_asked == "ids":
+                    found["beside"] = beside.ask(again["prompt"], count, ends)
+                else:
+                    found["beside"] = beside.ask(messages, count, ends)
+                    again["first_s"] += again["prepare_s"]
             found["bare"]["first_s"] += found["bare"]["prepare_s"]
             if number >= 2:  # the first ones warm everything
                 for kind, row in found.items():
@@ -343,6 +347,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--starts", type=int, default=5)
     parser.add_argument("--beside", metavar="COMMAND", help="starts another server, with {model} and so on")
+    parser.add_argument("--beside-asked", choices=("messages", "ids"), default="messages")
     parser.add_argument("--residency", type=float, default=1.0)
     parser.add_argument("--characters", type=int, default=100_000)
     parser.add_argument("--bare", type=Path, help=argparse.SUPPRESS)

@@ -28,6 +28,8 @@ from spark_runtime.tap import Tap
 __all__ = ["ComputeOptions", "LlamaContext", "LoadOptions", "bindings", "context_tokens"]
 
 _PIECE_BYTES = 256
+_KEPT_TOKENS = 8192
+"""Of which the text and the like are remembered, 1 MB: asking llama.cpp takes longer than what else a token needs."""
 _DECODE_NO_SLOT = 1
 _LOAD_MODE_NONE = 0
 _CONTEXT_GRAIN = 256
@@ -120,6 +122,8 @@ class LlamaContext:
         self._model: Any = None
         self._context: Any = None
         self._batch: Any = None
+        self._pieces = functools.lru_cache(_KEPT_TOKENS)(self._piece)
+        self._ends = functools.lru_cache(_KEPT_TOKENS)(self._is_end)
         self.n_batch = n_batch
         self._n_outputs = 0
         options = options or LoadOptions(n_gpu_layers=n_gpu_layers)
@@ -227,6 +231,8 @@ class LlamaContext:
         if self._model:
             self._llama.llama_model_free(self._model)
         self._batch = self._context = self._model = None
+        self._pieces.cache_clear()
+        self._ends.cache_clear()
 
     def _require_open(self) -> None:
         if self._context is None:
@@ -353,6 +359,9 @@ class LlamaContext:
 
     def piece(self, token: int) -> bytes:
         """Bytes of a token, empty for control tokens."""
+        return self._pieces(token)
+
+    def _piece(self, token: int) -> bytes:
         capacity = _PIECE_BYTES
         for _ in range(2):
             buffer = ctypes.create_string_buffer(capacity)
@@ -364,6 +373,9 @@ class LlamaContext:
 
     def is_end(self, token: int) -> bool:
         """Whether a token ends generation (end of text, end of turn)."""
+        return self._ends(token)
+
+    def _is_end(self, token: int) -> bool:
         return bool(self._llama.llama_vocab_is_eog(self._vocab, token))
 
     def special_text(self, which: str) -> str:

@@ -40,6 +40,9 @@ class TextStream:
             return ""
         text = self._decoder.decode(piece, final)
         self._n_decoded += len(text)
+        if not self._stops:
+            self._n_taken = self._n_decoded
+            return text
         self._held += text
         # The stop that is complete first, so that the answer does not depend on how the text was cut into pieces.
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
