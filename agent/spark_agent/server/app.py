@@ -170,14 +170,11 @@ class _Api:
         try:
             answer = shape(answering)
             if not stream:
-                self._exchange.submit(answering)
                 whole = answer.whole(*await answering.whole())
                 leaving.close()
                 done()
                 return JSONResponse(whole)
-            stream_of = Stream(answer, answering, leaving, done)
-            self._exchange.submit(answering)
-            return stream_of
+            return Stream(answer, answering, leaving, done)
         except BaseException as error:
             # Whatever ends the waiting, most of all a client that left, ends the computing.
             leaving.close()

@@ -95,19 +95,21 @@ Output = Said | Idle | Ended
 
 
 class Answering:
-    """One generation's output; the caller goes through it once."""
+    """One generation's output, which the caller goes through once; only then it is put in line."""
 
     def __init__(
         self,
         generation: Generation,
         parser: OutputParser,
+        submit: Callable[[Generation], None],
         *,
         parallel: bool,
         streamed_calls: frozenset[str] = frozenset(),
     ) -> None:
-        self.generation = generation
+        self._generation = generation
         self._events = generation.events
         self._parser = parser
+        self._submit = submit
         self._parallel = parallel
         self._streamed_calls = streamed_calls
         self._next: Piece | Finished | Exception | None = None
@@ -116,7 +118,7 @@ class Answering:
 
     def cancel(self) -> None:
         """Stop computing."""
-        self.generation.cancelled.set()
+        self._generation.cancelled.set()
 
     def leave(self, error: Exception) -> None:
         """Stop computing, and raise ``error`` where the output is waited for: nobody wants it any more."""
@@ -137,7 +139,7 @@ class Answering:
         return Piece("".join(texts), tuple(tokens))
 
     async def outputs(self, *, before_waiting: Callable[[], Awaitable[None]] | None = None) -> AsyncIterator[Output]:
-        """Everything until the end; raises what the engine raised.
+        """Everything until the end; raises what the engine raised, and :class:`ApiError` where the line is full.
 
         A call comes when it is whole, and what began as one and is none comes as text: a stream says what a whole
         answer does. But arguments of ``streamed_calls`` come as they are generated. If such a call breaks,
@@ -148,11 +150,16 @@ class Answering:
         silent_until = clock() + FIRST_WAIT_S
         held: list[Event] = []
         try:
-            event = self._events.take()
+            event: Piece | Finished | Exception | None = None
+            submitted = False
             while True:
                 if event is None:
                     if before_waiting is not None:
                         await before_waiting()
+                    if not submitted:
+                        # Not sooner: the computing thread needs the interpreter, which is free from here on.
+                        submitted = True
+                        self._submit(self._generation)
                     if not await self._events.wait(max(silent_until - clock(), 0.0)):
                         yield Idle()
                         silent_until = clock() + IDLE_S
@@ -246,7 +253,7 @@ class Exchange:
     async def prepare(self, ask: Ask, headers: Callable[[], Mapping[str, str]], model: str | None) -> Answering:
         """Make it ready; raise :class:`ApiError` for what cannot be asked of this model. ``model`` as it was named.
 
-        The headers are asked for while the prompt is rendered. Nothing is computed before :meth:`submit`.
+        The headers are asked for while the prompt is rendered. Nothing is computed before the output is asked for.
         """
         messages = ask.messages or (Message("user", ask.raw if isinstance(ask.raw, str) else ""),)
         found: list[tuple[Callable[[], str], str | None]] = []
@@ -266,15 +273,15 @@ class Exchange:
             workload=workload,
             thought_limit=prepared.thought_limit,
         )
-        parser = prepared.parser or PlainParser()
-        return Answering(generation, parser, parallel=ask.choice.parallel, streamed_calls=ask.streamed_calls)
+        return Answering(
+            generation,
+            prepared.parser or PlainParser(),
+            self._submit,
+            parallel=ask.choice.parallel,
+            streamed_calls=ask.streamed_calls,
+        )
 
-    def submit(self, answering: Answering) -> None:
-        """Put it in line; raise :class:`ApiError`.
-
-        Whoever calls waits right afterwards: the computing thread needs the interpreter, too.
-        """
-        generation = answering.generation
+    def _submit(self, generation: Generation) -> None:
         try:
             self._worker.submit(generation)
         except Exception as error:

@@ -86,7 +86,7 @@ def test_an_answer_says_so_when_there_is_nothing_to_say(monkeypatch: pytest.Monk
 
     async def run() -> list[object]:
         asked = generation()
-        answering = Answering(asked, PlainParser(), parallel=True)
+        answering = Answering(asked, PlainParser(), lambda _: None, parallel=True)
         flushed: list[int] = []
 
         async def flush() -> None:
@@ -108,7 +108,7 @@ def test_an_answer_says_so_when_there_is_nothing_to_say(monkeypatch: pytest.Monk
 def test_who_leaves_ends_the_waiting() -> None:
     async def run() -> None:
         asked = generation()
-        answering = Answering(asked, PlainParser(), parallel=True)
+        answering = Answering(asked, PlainParser(), lambda _: None, parallel=True)
         asyncio.get_running_loop().call_later(0.01, answering.leave, AbandonedError())
         with pytest.raises(AbandonedError):
             await answering.whole()

@@ -59,7 +59,7 @@ async def answering_of(
     generation.events.tell(Finished(reason, 3, 0, len(pieces)))
     parser = parser_of(calls) if isinstance(calls, str) else TaggedParser(calls, TOOLS)
     streamed = frozenset(TOOLS if eager else ())
-    answering = Answering(generation, parser, parallel=parallel, streamed_calls=streamed)
+    answering = Answering(generation, parser, lambda _: None, parallel=parallel, streamed_calls=streamed)
     if len(pieces) > 1:
         # As when each piece is sent before the next one comes.
         answering._with_what_is_ready = lambda piece: piece  # type: ignore[method-assign]
