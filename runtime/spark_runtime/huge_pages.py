@@ -14,12 +14,15 @@ import mmap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-__all__ = ["HugePages", "anonymous_ranges", "without"]
+__all__ = ["HugePages", "anonymous_ranges", "gather_small_memory", "without"]
 
 Range = tuple[int, int]
 """From the first address to the one after the last."""
 MIN_BYTES = 8 * 2**20
 """Smaller ones are other people's: each may grow by nearly a page."""
+_LARGE_BYTES = 64 * 2**20
+_MADV_COLLAPSE = 25
+"""Not in Python's ``mmap``."""
 _MAPS = Path("/proc/self/maps")
 _ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _PAGE_BYTES = _ENABLED.with_name("hpage_pmd_size")
@@ -47,12 +50,33 @@ class HugePages:
         return asked
 
 
-def anonymous_ranges(maps: Iterable[str]) -> list[Range]:
-    """Writable private memory that is no file's and has no name, by the lines of ``/proc/PID/maps``; ascending."""
+def gather_small_memory() -> int:
+    """Move what this process has by now into huge pages, mappings under 64 MiB; returns how many bytes that was.
+
+    That is the interpreter's own memory: after some time in which a model was computed, every page of it that is needed
+    costs as much again to find as to read. Takes a tenth of a second, and needs Linux 6.1.
+    """
+    advise, page = _madvise(), _page_bytes()
+    gathered = 0
+    if advise is not None and page:
+        for start, end in anonymous_ranges(_lines(), heap=True):
+            if end - start < _LARGE_BYTES:
+                # One by one: the first that holds nothing would end the call.
+                for at in range(-(-start // page) * page, end // page * page, page):
+                    gathered += page if advise(at, page, _MADV_COLLAPSE) == 0 else 0
+    return gathered
+
+
+def anonymous_ranges(maps: Iterable[str], *, heap: bool = False) -> list[Range]:
+    """Writable private memory that is no file's and has no name, by the lines of ``/proc/PID/maps``; ascending.
+
+    With ``heap`` also what the C library's first heap is.
+    """
+    names = ([], ["[heap]"]) if heap else ([],)
     found = []
     for line in maps:
         address, access, _offset, _device, inode, *name = line.split(maxsplit=5)
-        if access.startswith("rw") and access.endswith("p") and inode == "0" and not name:
+        if access.startswith("rw") and access.endswith("p") and inode == "0" and name in names:
             start, _, end = address.partition("-")
             found.append((int(start, 16), int(end, 16)))
     return found
@@ -78,8 +102,12 @@ def without(ranges: Sequence[Range], taken: Sequence[Range]) -> list[Range]:
 
 
 def _ranges() -> list[Range]:
+    return anonymous_ranges(_lines())
+
+
+def _lines() -> list[str]:
     try:
-        return anonymous_ranges(_MAPS.read_text().splitlines())
+        return _MAPS.read_text().splitlines()
     except OSError:
         return []  # no Linux, or no /proc
 

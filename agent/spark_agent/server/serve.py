@@ -54,6 +54,7 @@ from spark_agent.upload import FlushReport
 from spark_agent.workload_name import UNLABELLED
 from spark_runtime.chat import ChatFormat
 from spark_runtime.engine import Engine
+from spark_runtime.huge_pages import gather_small_memory
 from spark_runtime.session_counts import SessionCounts
 from spark_schemas.manifest import PlacementManifest
 
@@ -207,7 +208,7 @@ def serve(
     described = {"base_url": agent.base_url, **start}
 
     chat = ChatFormat(engine)
-    learning = threading.Thread(target=chat.learn_markers, name="spark-markers")
+    learning = threading.Thread(target=_learn, args=(chat,), name="spark-learning")
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
@@ -264,6 +265,12 @@ def serve(
             lost = len(sessions) + sessions.lost
             if lost:
                 context.output.warning(f"the counts of {counted(lost, 'session')} were lost: see the warnings above")
+
+
+def _learn(chat: ChatFormat) -> None:
+    """What makes later requests quicker, and the first one need not wait for."""
+    chat.learn_markers()
+    gather_small_memory()
 
 
 def _joined(thread: threading.Thread) -> None:
