@@ -29,7 +29,7 @@ __all__ = ["ComputeOptions", "LlamaContext", "LoadOptions", "bindings", "context
 
 _PIECE_BYTES = 256
 _KEPT_TOKENS = 8192
-"""Of which the text and the like are remembered, 1 MB: asking llama.cpp takes longer than what else a token needs."""
+"""Of which the text, and whether they end an answer, are remembered, 2 MB: asking llama.cpp each time takes longer."""
 _DECODE_NO_SLOT = 1
 _LOAD_MODE_NONE = 0
 _CONTEXT_GRAIN = 256
