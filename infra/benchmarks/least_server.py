@@ -8,6 +8,7 @@ below it. ``serving_overhead.py --beside … --beside-asked ids`` asks it.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import queue
@@ -55,7 +56,11 @@ def compute(engine: Engine, asked: queue.SimpleQueue[Asked]) -> None:
 
 def main() -> None:
     """Serve until a signal."""
-    path, port, threads, context = Path(sys.argv[1]), *map(int, sys.argv[2:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    for name in ("port", "threads", "context"):
+        parser.add_argument(name, type=int)
+    arguments = parser.parse_args()
     asked: queue.SimpleQueue[Asked] = queue.SimpleQueue()
 
     async def application(_scope: Any, receive: Any, send: Any) -> None:
@@ -72,10 +77,11 @@ def main() -> None:
             event = await told.get()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    with Engine.load(path, EngineOptions(n_ctx=context, n_threads=threads)) as engine:
+    options = EngineOptions(n_ctx=arguments.context, n_threads=arguments.threads)
+    with Engine.load(arguments.model, options) as engine:
         sys.setswitchinterval(_SWITCH_S)
         threading.Thread(target=compute, args=(engine, asked), daemon=True).start()
-        uvicorn.run(application, port=port, lifespan="off", access_log=False, log_level="warning")
+        uvicorn.run(application, port=arguments.port, lifespan="off", access_log=False, log_level="warning")
 
 
 if __name__ == "__main__":
