@@ -1,9 +1,9 @@
-"""The least that a Python server of a model can be: least_server.py MODEL.gguf PORT THREADS CONTEXT.
+"""The least that a server on uvicorn can be: least_server.py MODEL.gguf PORT THREADS CONTEXT.
 
 uvicorn with uvloop, one path that takes token ids as OpenAI's completions do, one thread that computes, greedily, and
-an event for each token. Nothing is checked or put in line: what the first token takes here beside the engine
-alone is HTTP's, two changes of threads, and the interpreter's, and no server in Python that computes on a thread is
-below it. ``serving_overhead.py --beside … --beside-asked ids`` asks it.
+an event for each token. Nothing is checked or put in line: what the first token takes here beside the engine alone is
+HTTP's, two changes of threads, and the interpreter's, with which any server on uvicorn begins.
+``serving_overhead.py --beside … --beside-asked ids`` asks it.
 """
 
 from __future__ import annotations

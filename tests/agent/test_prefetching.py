@@ -129,7 +129,7 @@ def test_without_every_figure_there_is_no_budget(missing: str) -> None:
     assert found.link_budget is None
 
 
-@pytest.mark.skipif(bool(cards()), reason="over the CPU")
+@pytest.mark.skipif(bool(cards()), reason="what is said where there is no card")
 def test_without_a_gpu_it_is_off_unless_asked_for() -> None:
     plan = plan_prefetch(Prefetch.AUTO, None, HERE, DAY)
     assert (plan.use, plan.early.experts, plan.choice.value) == ("off", 0, "off")
