@@ -1,4 +1,4 @@
-"""The least that a server on uvicorn can be: least_server.py MODEL.gguf PORT THREADS CONTEXT.
+"""The least that a server on uvicorn can be: least_server.py MODEL.gguf PORT THREADS CONTEXT [--residency SHARE].
 
 uvicorn with uvloop, one path that takes token ids as OpenAI's completions do, one thread that computes, greedily, and
 an event for each token. Nothing is checked or put in line: what the first token takes here beside the engine alone is
@@ -21,8 +21,10 @@ from typing import Any
 import uvicorn
 
 from spark_runtime.engine import Engine, EngineOptions
+from spark_runtime.model_shape import read_model_shape
 from spark_runtime.sampling import Sampling
 from spark_runtime.session_counts import SessionCounts
+from spark_runtime.tier_start import uniform_start
 
 Asked = tuple[dict[str, Any], asyncio.AbstractEventLoop, asyncio.Queue[bytes | None]]
 _SWITCH_S = 0.0005
@@ -46,11 +48,12 @@ def _event(**members: object) -> bytes:
 
 def compute(engine: Engine, asked: queue.SimpleQueue[Asked]) -> None:
     """Without end; routing is counted, as the engine alone does it beside."""
-    engine.count_into(SessionCounts(engine.shape))
+    counts = SessionCounts(engine.shape)
     while True:
         body, loop, told = asked.get()
-        for event in events(engine, body):
-            loop.call_soon_threadsafe(told.put_nowait, event)
+        with engine.counting(counts):
+            for event in events(engine, body):
+                loop.call_soon_threadsafe(told.put_nowait, event)
         loop.call_soon_threadsafe(told.put_nowait, None)
 
 
@@ -60,6 +63,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     for name in ("port", "threads", "context"):
         parser.add_argument(name, type=int)
+    parser.add_argument("--residency", type=float, default=1.0)
     arguments = parser.parse_args()
     asked: queue.SimpleQueue[Asked] = queue.SimpleQueue()
 
@@ -77,7 +81,9 @@ def main() -> None:
             event = await told.get()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    options = EngineOptions(n_ctx=arguments.context, n_threads=arguments.threads)
+    shape = read_model_shape(arguments.model)
+    tier = uniform_start(shape, arguments.residency) if arguments.residency < 1 else None
+    options = EngineOptions(n_ctx=arguments.context, n_threads=arguments.threads, tier=tier)
     with Engine.load(arguments.model, options) as engine:
         sys.setswitchinterval(_SWITCH_S)
         threading.Thread(target=compute, args=(engine, asked), daemon=True).start()

@@ -235,6 +235,12 @@ def compare(path: Path, threads: int, arguments: argparse.Namespace) -> dict[str
         # Of each round's two, as what else runs on the machine changes from round to round.
         return statistics.median(one[key] / two[key] - 1 for one, two in zip(rows[kind], rows[other], strict=True))
 
+    def by_pair(kind: str, key: str) -> list[float]:
+        # Two processes that do the same differ by some percent, as long as they live: what of that is luck shows here.
+        count = arguments.rounds
+        each = [rows[kind][at : at + count] for at in range(0, len(rows[kind]), count)]
+        return [statistics.median(row[key] for row in part) for part in each]
+
     def late(kind: str, other: str) -> float:
         pairs = zip(rows[kind], rows[other], strict=True)
         return 1000 * statistics.median(one["first_s"] - two["first_s"] for one, two in pairs)
@@ -258,6 +264,14 @@ def compare(path: Path, threads: int, arguments: argparse.Namespace) -> dict[str
         "decode_tok_s": {kind: round(median(kind, "decode_tok_s"), 2) for kind in decoding},
         "http_decode_over_bare": round(over("http", "decode_tok_s", "bare"), 4),
         "first_token_ms": {kind: round(1000 * median(kind, "first_s"), 2) for kind in kinds if kind != "not counting"},
+        "by_pair": {
+            "decode_tok_s": {kind: [round(each, 1) for each in by_pair(kind, "decode_tok_s")] for kind in decoding},
+            "first_token_ms": {
+                kind: [round(1000 * each, 2) for each in by_pair(kind, "first_s")]
+                for two in first.values()
+                for kind in two
+            },
+        },
         "http_first_token_late_ms": {of: round(late(*two), 2) for of, two in first.items()},
         "http_first_token_over_bare": {of: round(over(two[0], "first_s", two[1]), 4) for of, two in first.items()},
         "prepare_ms": round(1000 * median("bare", "prepare_s"), 2),

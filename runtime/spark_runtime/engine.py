@@ -124,8 +124,13 @@ class Engine:
         self._grammars = GrammarHost(path, context.n_vocab)
 
     @classmethod
-    def load(cls, path: Path, options: EngineOptions | None = None) -> Self:
-        """Read the shape, then load the model; errors as ``model_shape.shape_of`` and ``LlamaContext``."""
+    def load(
+        cls, path: Path, options: EngineOptions | None = None, *, wanted: Callable[[], bool] = lambda: True
+    ) -> Self:
+        """Read the shape, then load the model; errors as ``model_shape.shape_of`` and ``LlamaContext``.
+
+        ``wanted`` is asked now and then, on this thread; once it says no, that is a :class:`GivenUpError`.
+        """
         options = options or EngineOptions()
         if options.hidden and (options.tier is not None or not options.count_routing):
             raise TierError("hidden states are read while routing is counted without tiers", "load with neither")
@@ -137,7 +142,7 @@ class Engine:
             n_threads=options.n_threads or len(os.sched_getaffinity(0)),
         )
         on_gpu = resolved.n_gpu_layers != 0 and bool(bindings().llama_supports_gpu_offload())
-        load = LoadOptions.of(resolved, resolved.n_gpu_layers if on_gpu else 0)
+        load = replace(LoadOptions.of(resolved, resolved.n_gpu_layers if on_gpu else 0), wanted=wanted)
         of_context: _SequenceArguments = {"n_outputs_max": resolved.n_outputs_max, "n_seq_max": resolved.n_seq_max}
         found = [device.address for device in registered_devices() if device.is_card]
         n_devices = resolved.devices or len(found) or 1

@@ -14,6 +14,7 @@ SparkRuntimeError
 ├── SamplingError              sampling parameters that cannot be followed
 │   └── GrammarError           a grammar that llama.cpp cannot read, or that leaves no token to choose
 ├── ClosedError                a model that has been closed
+├── GivenUpError               loading was given up by whoever asked for it
 ├── TierError                  experts cannot be put into slots as asked
 ├── RoutingReadError           what llama.cpp computed cannot be a router's selection
 └── DecodeError                llama.cpp failed while computing
@@ -32,6 +33,7 @@ __all__ = [
     "ClosedError",
     "ContextFullError",
     "DecodeError",
+    "GivenUpError",
     "GrammarError",
     "InstallationError",
     "ModelFileError",
@@ -115,6 +117,10 @@ class GrammarError(SamplingError):
 
 class ClosedError(SparkRuntimeError):
     """A model that has been closed, or what belonged to it."""
+
+
+class GivenUpError(SparkRuntimeError):
+    """Loading was given up by whoever asked for it."""
 
 
 class TierError(SparkRuntimeError):

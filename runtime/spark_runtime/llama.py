@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from spark_runtime.errors import ClosedError, ContextFullError, DecodeError, UnsupportedModelError
+from spark_runtime.errors import ClosedError, ContextFullError, DecodeError, GivenUpError, UnsupportedModelError
 from spark_runtime.ggml import LOG_CALLBACK, complaints, ggml_base
 from spark_runtime.huge_pages import HugePages
 from spark_runtime.prompt_tokens import SpecialToken
@@ -79,6 +79,8 @@ class LoadOptions(ComputeOptions):
     """Addresses of ggml devices to use in place of llama.cpp's choice."""
     loaded: Callable[[], None] = lambda: None
     """Called between the model and its context, to take memory before the context does."""
+    wanted: Callable[[], bool] = lambda: True
+    """Asked while weights are read, tensor by tensor: whether to go on."""
 
     @classmethod
     def of(cls, options: ComputeOptions, n_gpu_layers: int) -> Self:
@@ -151,10 +153,9 @@ class LlamaContext:
             # Called first when there is memory for all weights, and nothing in it.
             while waiting:
                 waiting.pop().ask()
-            return True
+            return options.wanted()
 
-        if memory is not None:
-            params.progress_callback = type(params.progress_callback)(loads)
+        params.progress_callback = type(params.progress_callback)(loads)
         params.n_gpu_layers = options.n_gpu_layers
         params.use_extra_bufts = options.repack
         if not options.mapped:
@@ -169,6 +170,8 @@ class LlamaContext:
         with complaints() as log:
             self._model = self._llama.llama_model_load_from_file(os.fsencode(path), params)
         if not self._model:
+            if not options.wanted():
+                raise GivenUpError(f"loading {path.name} was given up")
             raise UnsupportedModelError(f"llama.cpp cannot load {path.name}: {_reason(log)}", _hint(log))
 
     def _open(self, path: Path, n_ctx: int, n_batch: int, n_threads: int, options: LoadOptions) -> None:

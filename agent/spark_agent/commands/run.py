@@ -251,9 +251,9 @@ def _tls(context: AgentContext, cert_file: Path | None, key_file: Path | None) -
 
 
 def _serve(context: AgentContext, load: _Load, serving: _Serving, workload: str) -> None:
+    from spark_agent.server.engine_thread import EngineThread
     from spark_agent.server.prefetch_control import PrefetchControl
     from spark_agent.server.serve import bind, serve
-    from spark_runtime.engine import Engine
     from spark_runtime.heap import share_heaps
 
     share_heaps()
@@ -280,7 +280,7 @@ def _serve(context: AgentContext, load: _Load, serving: _Serving, workload: str)
             early=planned.prefetch.early,
         )
         manifest = load.chosen.in_force(plan)
-        with Engine.load(load.path, options) as engine:
+        with EngineThread() as thread, thread.load(load.path, options) as engine:
             warn_about_counting(context, engine)
             warn_about_tiers(context, engine)
             learned = engine.tier is not None and go_on_with_guesses(
@@ -290,6 +290,7 @@ def _serve(context: AgentContext, load: _Load, serving: _Serving, workload: str)
             serve(
                 context,
                 engine,
+                thread,
                 spool,
                 listener,
                 key=key,

@@ -33,6 +33,7 @@ from spark_agent.served import ServedSessions
 from spark_agent.server.activity import Activity, ClosedSession, Promise
 from spark_agent.server.app import create_app
 from spark_agent.server.conversations import Conversations, lineage_in
+from spark_agent.server.engine_thread import EngineThread
 from spark_agent.server.generation import GenerationReport
 from spark_agent.server.metrics import Metrics
 from spark_agent.server.nearest import WorkloadsHere
@@ -110,6 +111,7 @@ def bind(host: str, port: int, *, token: str | None = None) -> Iterator[socket.s
 def serve(
     context: AgentContext,
     engine: Engine,
+    thread: EngineThread,
     spool: Spool,
     listener: socket.socket,
     *,
@@ -129,15 +131,15 @@ def serve(
     prefetch: PrefetchControl,
     tls: ServerTls | None = None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM; then finish, keep all counts, and return. ``key`` is that of session hashes.
+    """Serve until SIGINT or SIGTERM; then finish, keep all counts, and return. ``thread`` has loaded the engine.
 
-    ``resident_share`` of the experts' bytes is in slots; it is told with the counters. ``manifest`` is what the slots
-    were started from, and ``source`` where it came from. ``workload`` is that of requests which neither a header nor a
-    rule labels. Requests need the ``token`` if there is one, which is kept for ``spark-agent ps``; ``aliases`` are
-    further names of the model. ``rules`` is the file of workload rules, which need not be there. ``replacement`` says
-    whether recent traffic moves the slots' priors, and ``pinned_share`` of the slots stay pinned whatever is placed;
-    ``prefetch`` says what is fetched early. With ``tls`` nothing but TLS is spoken. A second signal ends what runs at
-    once, a third one the process.
+    ``key`` is that of session hashes. ``resident_share`` of the experts' bytes is in slots; it is told with the
+    counters. ``manifest`` is what the slots were started from, and ``source`` where it came from. ``workload`` is that
+    of requests which neither a header nor a rule labels. Requests need the ``token`` if there is one, which is kept for
+    ``spark-agent ps``; ``aliases`` are further names of the model. ``rules`` is the file of workload rules, which need
+    not be there. ``replacement`` says whether recent traffic moves the slots' priors, and ``pinned_share`` of the slots
+    stay pinned whatever is placed; ``prefetch`` says what is fetched early. With ``tls`` nothing but TLS is spoken. A
+    second signal ends what runs at once, a third one the process.
     """
     conversations = Conversations()
     served = ServedSessions(spool, engine.shape.fingerprint, key, context.output.warning)
@@ -178,7 +180,7 @@ def serve(
         activity.upload(ok=ok, histograms=0 if report is None else report.uploaded)
 
     sessions = LiveSessions(engine.shape, close, time.monotonic, len(engine.conversations))
-    worker = Worker(engine, sessions, complain, on_done=done)
+    worker = Worker(engine, sessions, complain, on_done=done, thread=thread)
     placement = PlacementControl(
         engine,
         worker,

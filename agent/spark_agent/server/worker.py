@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from spark_agent.server.engine_thread import EngineThread
 from spark_agent.server.generation import AbandonedError, BusyError, Generation, GenerationReport
 from spark_agent.server.running import Running
 from spark_agent.server.scheduler import MAX_WAITING, MAX_WAITING_TOKENS, Scheduler
@@ -50,7 +51,9 @@ class Worker:
         on_error: Callable[[Exception], None],
         *,
         on_done: Callable[[GenerationReport], None] | None = None,
+        thread: EngineThread | None = None,
     ) -> None:
+        """``thread`` is the one that loaded the engine; without one, another is started."""
         self._engine = engine
         self._sessions = sessions
         self._on_error = on_error
@@ -68,7 +71,7 @@ class Worker:
         self._tokens_waiting = 0
         self._next_tidy_s = self._next_engine_tidy_s = 0.0
         self._tidies = True
-        self._thread = threading.Thread(target=self._work, name="spark-engine")
+        self._thread = thread or EngineThread()
 
     @property
     def waiting(self) -> int:
@@ -88,7 +91,7 @@ class Worker:
 
     def start(self) -> None:
         """Start computing."""
-        self._thread.start()
+        self._thread.work(self._work)
 
     def submit(self, generation: Generation) -> None:
         """Put a request in line; raise :class:`BusyError` when the line is full."""
@@ -121,8 +124,7 @@ class Worker:
         with self._adding:
             self._ending = True
         self.give_up()
-        if self._thread.ident is not None:
-            self._thread.join()
+        self._thread.join()
 
     def _work(self) -> None:
         while True:
