@@ -65,6 +65,9 @@ _BACKLOG = 128
 _SWITCH_S = 0.0005
 """How long one thread may go on while another waits to run Python: the computing thread and the one that answers hand
 tokens to each other, and 5 ms, Python's own choice, is a token's time."""
+_IDLE_CONNECTION_S = 75
+"""How long a connection may wait for its next request. Longer than clients keep theirs (httpx, and with it the clients
+of OpenAI and Anthropic, 5 s), so that no request is sent into a connection that is being closed."""
 _CUT_OFF_S = 30
 """When connections are closed even if the engine is still in the middle of a step."""
 
@@ -246,6 +249,7 @@ def serve(
         log_level="warning",
         access_log=False,
         ws="none",
+        timeout_keep_alive=_IDLE_CONNECTION_S,
         timeout_graceful_shutdown=_CUT_OFF_S,
         server_header=False,
         ssl_context_factory=None if tls is None else lambda _config, _default: tls.context(),

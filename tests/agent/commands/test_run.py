@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import http.client
 import json
 import signal
 import socket
 import time
+from urllib.parse import urlsplit
 
 import agent_process
 import httpx
@@ -174,6 +176,22 @@ def test_a_signal_ends_it_in_the_middle_of_an_answer(kept, monkeypatch):
                     pass
         assert process.wait(END_S) == 0
     assert len(kept()) == 1
+
+
+def test_a_connection_outlives_what_clients_keep():
+    with running() as (process, start), contextlib.ExitStack() as opened:
+        address = urlsplit(start["base_url"])
+        connection = http.client.HTTPConnection(address.hostname, address.port, timeout=END_S)
+        opened.callback(connection.close)
+        connection.request("GET", "/health")
+        assert connection.getresponse().read()
+        connection.auto_open = 0
+        time.sleep(6)  # httpx keeps one for 5 s
+        connection.request("GET", "/health")
+        assert connection.getresponse().read()
+        # An idle one holds up nobody who ends the agent.
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(END_S) == 0
 
 
 @pytest.mark.parametrize("fault", ["missing", "folder", "not_gguf", "truncated", "dense", "unknown_architecture"])
