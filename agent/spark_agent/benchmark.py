@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from spark_agent.errors import UsageError
+from spark_agent.interrupts import unless
 from spark_agent.measured import PREFETCHED, RING
 from spark_runtime.bench import (
     COUNTED_AT_ONCE,
@@ -188,7 +189,7 @@ class Benchmark:
                 replace(self._request, residency=min(self.residencies), n_outputs_max=COUNTED_AT_ONCE),
             )
             options = replace(self._size(plan.memory), tier=plan.start, n_outputs_max=COUNTED_AT_ONCE)
-            with Engine.load(self.model.path, options) as engine:
+            with self._loaded(options) as engine:
                 if self._frequency is None:
                     length = self.workload.prompt + self.workload.calibration
                     tokens = random_tokens(length, engine.n_vocab, CALIBRATION_SEED)
@@ -197,6 +198,9 @@ class Benchmark:
                     self._frequency = frequencies([counts.counts["decode"]], [counts.tokens["decode"]])
         except SparkRuntimeError as error:
             self._failure = error
+
+    def _loaded(self, options: EngineOptions) -> Engine:
+        return Engine.load(self.model.path, options, wanted=unless(self.check))
 
     @property
     def _request(self) -> TierRequest:
@@ -239,7 +243,7 @@ class Benchmark:
         row.planned_bytes = None if plan is None else sum(part.total for part in plan.memory.devices)
         free = _free()
         with log_lines() as lines:
-            engine = Engine.load(self.model.path, options)
+            engine = self._loaded(options)
         with engine:
             if engine.tier is not None and learned:
                 engine.tier.set_guesses(learned)
@@ -252,7 +256,7 @@ class Benchmark:
 
     def _learn(self, options: EngineOptions) -> Mapping[int, LayerGuesses]:
         """What an agent knows of the next layers' selections after the calibration's tokens; a start keeps it."""
-        with Engine.load(self.model.path, options) as engine:
+        with self._loaded(options) as engine:
             length = self.workload.prompt + self.workload.calibration
             tokens = random_tokens(length, engine.n_vocab, CALIBRATION_SEED)
             engine.feed(tokens[: self.workload.prompt], "prefill", before_step=self.check)

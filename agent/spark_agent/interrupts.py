@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["interrupts_at_checks"]
+__all__ = ["interrupts_at_checks", "unless"]
 
 
 @contextmanager
@@ -38,3 +38,13 @@ def interrupts_at_checks() -> Iterator[Callable[[], None]]:
         yield check
     finally:
         signal.signal(signal.SIGINT, usual)
+
+
+def unless(check: Callable[[], None]) -> Callable[[], bool]:
+    """A question that is always answered with yes, unless ``check`` raises."""
+
+    def answer() -> bool:
+        check()
+        return True
+
+    return answer

@@ -125,11 +125,12 @@ class Engine:
 
     @classmethod
     def load(
-        cls, path: Path, options: EngineOptions | None = None, *, wanted: Callable[[], bool] = lambda: True
+        cls, path: Path, options: EngineOptions | None = None, *, wanted: Callable[[], bool] | None = None
     ) -> Self:
         """Read the shape, then load the model; errors as ``model_shape.shape_of`` and ``LlamaContext``.
 
-        ``wanted`` is asked now and then, on this thread; once it says no, that is a :class:`GivenUpError`.
+        ``wanted`` is asked whenever a tensor has been read, on this thread; once it says no, that is a
+        :class:`GivenUpError`, and what it raises is raised here.
         """
         options = options or EngineOptions()
         if options.hidden and (options.tier is not None or not options.count_routing):

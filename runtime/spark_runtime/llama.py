@@ -79,8 +79,8 @@ class LoadOptions(ComputeOptions):
     """Addresses of ggml devices to use in place of llama.cpp's choice."""
     loaded: Callable[[], None] = lambda: None
     """Called between the model and its context, to take memory before the context does."""
-    wanted: Callable[[], bool] = lambda: True
-    """Asked while weights are read, tensor by tensor: whether to go on."""
+    wanted: Callable[[], bool] | None = None
+    """Asked while weights are read, tensor by tensor: whether to go on. What it raises ends the loading."""
 
     @classmethod
     def of(cls, options: ComputeOptions, n_gpu_layers: int) -> Self:
@@ -148,14 +148,22 @@ class LlamaContext:
     def _load(self, path: Path, options: LoadOptions, memory: HugePages | None) -> None:
         params = self._llama.llama_model_default_params()
         waiting = [memory] if memory is not None else []
+        faults: list[BaseException] = []
 
         def loads(_share: float, _data: object) -> bool:
-            # Called first when there is memory for all weights, and nothing in it.
-            while waiting:
-                waiting.pop().ask()
-            return options.wanted()
+            try:
+                # Called first when there is memory for all weights, and nothing in it.
+                while waiting:
+                    waiting.pop().ask()
+                if options.wanted is None or options.wanted():
+                    return True
+                raise GivenUpError(f"loading {path.name} was given up")
+            except BaseException as error:
+                faults.append(error)  # llama.cpp, who called, knows no exceptions
+                return False
 
-        params.progress_callback = type(params.progress_callback)(loads)
+        if memory is not None or options.wanted is not None:
+            params.progress_callback = type(params.progress_callback)(loads)
         params.n_gpu_layers = options.n_gpu_layers
         params.use_extra_bufts = options.repack
         if not options.mapped:
@@ -170,8 +178,8 @@ class LlamaContext:
         with complaints() as log:
             self._model = self._llama.llama_model_load_from_file(os.fsencode(path), params)
         if not self._model:
-            if not options.wanted():
-                raise GivenUpError(f"loading {path.name} was given up")
+            if faults:
+                raise faults[0]
             raise UnsupportedModelError(f"llama.cpp cannot load {path.name}: {_reason(log)}", _hint(log))
 
     def _open(self, path: Path, n_ctx: int, n_batch: int, n_threads: int, options: LoadOptions) -> None:

@@ -14,7 +14,7 @@ import typer
 from spark_agent.consent import ask_once
 from spark_agent.context import AgentContext, warn_about_counting
 from spark_agent.errors import SparkError, UsageError
-from spark_agent.interrupts import interrupts_at_checks
+from spark_agent.interrupts import interrupts_at_checks, unless
 from spark_agent.output import counted
 from spark_agent.sizes import format_size, parse_size
 from spark_agent.tiering import MOST_THREADS, TierOptions, plan_for, planned_options, warn_about_tiers
@@ -210,11 +210,11 @@ def _record(
     options = planned_options(plan, tiers, n_ctx, threads, n_outputs_max=DECODE_BATCH)
     options = replace(options, hidden=tuple(hidden))
     with (
-        Engine.load(model, options) as engine,
+        interrupts_at_checks() as check_interrupt,
+        Engine.load(model, options, wanted=unless(check_interrupt)) as engine,
         _trace_folder(trace, engine, trace_limit_bytes) as traces,
         context.spool() as spool,
         context.output.progress("recording sessions", len(work) if isinstance(work, list) else None) as advance,
-        interrupts_at_checks() as check_interrupt,
     ):
         warn_about_counting(context, engine)
         warn_about_tiers(context, engine)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,8 @@ import pytest
 
 from spark_agent.server.engine_thread import EngineThread
 from spark_runtime.engine import Engine, EngineOptions
-from spark_runtime.errors import GivenUpError, NotGgufError
-from spark_runtime.model_shape import read_model_shape
+from spark_runtime.errors import NotGgufError
 from spark_runtime.models import demo_model_path
-from spark_runtime.tier_start import uniform_start
 
 SMALL = EngineOptions(n_ctx=64, n_threads=1)
 
@@ -76,20 +73,3 @@ def test_ctrl_c_while_loading(monkeypatch: pytest.MonkeyPatch, too_late: bool) -
     for engine in loaded:
         with pytest.raises(Exception, match="the model is closed"):
             engine.tokenize("a")
-
-
-@pytest.mark.parametrize("tiered", [False, True])
-@pytest.mark.parametrize("asked", [0, 1, 5])
-def test_given_up_at_any_tensor(asked: int, tiered: bool) -> None:
-    times: list[None] = []
-
-    def wanted() -> bool:
-        times.append(None)
-        return len(times) <= asked
-
-    options = replace(SMALL, tier=uniform_start(read_model_shape(demo_model_path()), 0.5) if tiered else None)
-    with pytest.raises(GivenUpError, match="given up"):
-        Engine.load(demo_model_path(), options, wanted=wanted)
-    assert len(times) >= asked + 1
-    with Engine.load(demo_model_path(), options) as engine:
-        assert engine.prompt(engine.tokenize("How are you?")) == 0
