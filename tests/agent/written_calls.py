@@ -77,5 +77,6 @@ FRAGMENTS = [
     *HARMONY_TOKENS, "<think>", "</think>", "<tool_call>", "</tool_call>", "{", "}", '"', "\\", "[", "]", " ", "\n",
     "<", "assistant", "analysis", "final", "word", "to=functions.look", LOOK_JSON, "[TOOL_CALLS]", "<function=",
     "<arg_key>", "é🦀", "\\ud83e", "\\udd80", "</parameter>", '{"name": "look", "arguments": {"at": "',
-    "<function=look><parameter=at>", "\n</parameter></function>", "1e5", "-", ":", ",", "null",
+    '<function=look><parameter=n>{"a": "', '"}</parameter>', "<function=look><parameter=at>",
+    "\n</parameter></function>", "1e5", "-", ":", ",", "null",
 ]  # fmt: skip

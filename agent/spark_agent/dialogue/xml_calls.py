@@ -1,7 +1,7 @@
 """Formats whose arguments stand one by one between tags: Qwen3-Coder, GLM-4.5, MiniMax-M2.
 
 Values are written bare. A parameter declared as a string is one, and streams; any other is JSON where it can be read as
-such, and comes whole.
+such, with whatever its strings hold, and comes whole.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from spark_agent.dialogue.call_format import MAX_HEAD_CHARS, Reading
 from spark_agent.dialogue.events import CallArguments, CallEnd, CallStart, sendable
-from spark_agent.dialogue.json_text import load_json
+from spark_agent.dialogue.json_text import json_text, load_json
 from spark_agent.dialogue.markers import possible_start
 from spark_agent.dialogue.messages import Tool
 from spark_agent.dialogue.source import Source, Waits
@@ -22,6 +22,7 @@ from spark_agent.dialogue.source import Source, Waits
 __all__ = ["GLM", "MINIMAX", "QWEN_CODER", "SEED", "TaggedCalls", "is_text"]
 
 _NAME = re.compile(r"[\w.:/-]+")
+_SPACE = re.compile(r"\s*")
 
 
 def is_text(schema: object) -> bool:
@@ -44,6 +45,32 @@ def _bare_value(text: str) -> str:
     stripped = text.strip()
     value: Any = load_json(stripped)
     return _spelled(text if value is None and stripped != "null" else value)
+
+
+def _json_before(source: Source, close: str) -> Waits[int | None]:
+    """Where ``close`` stands right after a JSON value at the front, whose strings may hold it; ``None`` without one."""
+    ahead, seen = Source(source.rest), len(source.rest)
+    pieces = json_text(ahead)
+    while True:
+        ahead.push(source.rest[seen:])
+        ahead.final, seen = source.final, len(source.rest)
+        try:
+            while next(pieces) is not None:
+                pass
+        except StopIteration as end:
+            if end.value is None:
+                return None
+            break
+        yield
+    at = seen - len(ahead.rest)
+    while True:
+        space = _SPACE.match(source.rest, at)
+        tag = at if space is None else space.end()
+        if source.rest.startswith(close, tag):
+            return tag
+        if source.final or not close.startswith(source.rest[tag:]):
+            return None
+        yield
 
 
 @dataclass(frozen=True)
@@ -140,10 +167,12 @@ class TaggedCalls:
         return key.strip().strip("\"'")
 
     def _any(self, source: Source) -> Reading:
-        text = yield from source.until(self.value[1])
+        close = self.value[1]
+        at = yield from _json_before(source, close)
+        text = source.take(at) if at is not None else (yield from source.until(close))
         if text is None:
             return False
-        source.take(len(self.value[1]))
+        source.take(len(close))
         yield CallArguments(_bare_value(text.removeprefix("\n").removesuffix("\n")))
         return True
 

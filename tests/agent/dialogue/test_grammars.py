@@ -316,6 +316,29 @@ def test_any_text_can_be_written_in_a_forced_call(follows: Any, name: str, data:
     assert json.loads(call.arguments) == {"text": read}
 
 
+@pytest.mark.parametrize("name", TAGGED)
+@given(data=st.data())
+def test_what_strings_of_a_value_hold_ends_nothing(follows: Any, name: str, data: st.DataObject) -> None:
+    calls = FORMATS[name]
+    assert isinstance(calls, TaggedCalls)
+    tags = [*calls.value, *calls.key, *calls.call, *calls.outer]
+    parts = st.sampled_from([*filter(None, tags), calls.value[1][:-1], '"', "\\", "{", "}", "\n", "é"])
+    text = "".join(data.draw(st.lists(parts, max_size=10)))
+    edit = {"type": "object", "properties": {"to": {"type": "string"}}, "required": ["to"]}
+    schema = {"type": "object", "properties": {"edits": {"type": "array", "items": edit}}, "required": ["edits"]}
+    tool = Tool("change", parameters=schema)
+    head, key, value_end, tail = calls.written
+    arguments = {"edits": [{"to": text}] * data.draw(st.integers(0, 2))}
+    value = json.dumps(arguments["edits"], ensure_ascii=False)
+    written = f"{head.replace('NAME', 'change')}{key.replace('KEY', 'edits')}{value}{value_end}{tail}"
+    assert follows(call_grammar(calls, [tool], parallel=False), written)
+    for pieces in ([written], list(written)):
+        parser = TaggedParser(calls, {"change": tool})
+        (call,) = merged([*(event for piece in pieces for event in parser.push(piece)), *parser.end()])
+        assert isinstance(call, Call)
+        assert json.loads(call.arguments) == arguments
+
+
 def test_many_texts_share_one_automaton() -> None:
     names = [f"p{number}" for number in range(1000)]
     tool = Tool("note", parameters={"type": "object", "properties": {name: {"type": "string"} for name in names}})

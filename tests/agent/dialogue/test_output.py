@@ -130,6 +130,38 @@ def test_bare_values_follow_the_schema() -> None:
     assert json.loads(call.arguments) == {"at": "\n  a\n"}
 
 
+BARE = {
+    '{"a": "</parameter>"}': {"a": "</parameter>"},
+    ' ["</parameter></function>", {"b": "\\"</parameter>"}]\n\n': ["</parameter></function>", {"b": '"</parameter>'}],
+    '"</parameter>"': "</parameter>",
+    '{"a": "one\n</parameter>"}': {"a": "one\n</parameter>"},
+    # No JSON, or more than that: all of it is text, to the first tag.
+    '{"a": "b}': '{"a": "b}',
+    '{"a": 1} and more': '{"a": 1} and more',
+    '"a" </param': '"a" </param',
+    "{'a': 1}": "{'a': 1}",
+    "[1, 2": "[1, 2",
+    "NaN": "NaN",
+    "[NaN]": "[NaN]",
+    "1e999": "1e999",
+    "": "",
+    "[" * 150 + "]" * 150: "[" * 150 + "]" * 150,
+}
+
+
+@pytest.mark.parametrize(("value", "expected"), BARE.items(), ids=[text[:20] for text in BARE])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_bare_value_ends_where_its_json_does(value: str, expected: object, whole: bool) -> None:
+    if value.startswith("[[["):
+        expected = json.loads(value)
+    rest = "<parameter=n>\n1\n</parameter>\n</function>"
+    text = f"<function=look>\n<parameter=other>\n{value}\n</parameter>\n{rest}\nSo much."
+    call, after = read("qwen-coder", *([text] if whole else text))
+    assert isinstance(call, Call)
+    assert json.loads(call.arguments) == {"other": expected, "n": 1}
+    assert after == Text("So much.")
+
+
 def streamed(parser: OutputParser, pieces: list[str]) -> list[Event]:
     """All events as they come, with neighbouring texts as one."""
     return joined([*(event for piece in pieces for event in parser.push(piece)), *parser.end()])
