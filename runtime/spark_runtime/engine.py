@@ -129,8 +129,8 @@ class Engine:
     ) -> Self:
         """Read the shape, then load the model; errors as ``model_shape.shape_of`` and ``LlamaContext``.
 
-        ``wanted`` is asked whenever a tensor has been read, on this thread; once it says no, that is a
-        :class:`GivenUpError`, and what it raises is raised here.
+        ``wanted`` is asked whenever a tensor has been read, and between later steps, on this thread; once it says no,
+        that is a :class:`GivenUpError`, and what it raises is raised here.
         """
         options = options or EngineOptions()
         if options.hidden and (options.tier is not None or not options.count_routing):

@@ -80,13 +80,19 @@ class LoadOptions(ComputeOptions):
     loaded: Callable[[], None] = lambda: None
     """Called between the model and its context, to take memory before the context does."""
     wanted: Callable[[], bool] | None = None
-    """Asked while weights are read, tensor by tensor: whether to go on. What it raises ends the loading."""
+    """Asked while weights are read, tensor by tensor, and before each later step: whether to go on. What it raises ends
+    the loading."""
 
     @classmethod
     def of(cls, options: ComputeOptions, n_gpu_layers: int) -> Self:
         """What loads a model so that it computes as ``options`` say."""
         shared = {field.name: getattr(options, field.name) for field in fields(ComputeOptions)}
         return cls(n_gpu_layers=n_gpu_layers, **shared)
+
+
+def _check_wanted(path: Path, options: LoadOptions) -> None:
+    if options.wanted is not None and not options.wanted():
+        raise GivenUpError(f"loading {path.name} was given up")
 
 
 class _BufferOverride(ctypes.Structure):
@@ -133,7 +139,9 @@ class LlamaContext:
         memory = HugePages() if not options.n_gpu_layers and not options.devices else None
         self._load(path, options, memory)
         try:
+            _check_wanted(path, options)
             options.loaded()
+            _check_wanted(path, options)
         except BaseException:
             self.close()
             raise
@@ -155,9 +163,8 @@ class LlamaContext:
                 # Called first when there is memory for all weights, and nothing in it.
                 while waiting:
                     waiting.pop().ask()
-                if options.wanted is None or options.wanted():
-                    return True
-                raise GivenUpError(f"loading {path.name} was given up")
+                _check_wanted(path, options)
+                return True
             except BaseException as error:
                 faults.append(error)  # llama.cpp, who called, knows no exceptions
                 return False

@@ -20,6 +20,23 @@ def test_it_waits_for_a_check():
     assert signal.getsignal(signal.SIGINT) is usual
 
 
+def test_it_is_not_lost_where_no_check_comes():
+    reached = []
+
+    def press(then: Exception | None = None) -> None:
+        with interrupts_at_checks():
+            os.kill(os.getpid(), signal.SIGINT)
+            reached.append(then)
+            if then is not None:
+                raise then
+
+    with pytest.raises(KeyboardInterrupt):
+        press()
+    with pytest.raises(ValueError, match="else"):
+        press(ValueError("something else"))
+    assert len(reached) == 2
+
+
 def test_a_second_one_does_not_wait():
     def press_twice() -> None:
         for _ in range(2):

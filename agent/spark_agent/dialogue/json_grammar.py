@@ -219,6 +219,7 @@ class _Converter:
                 raise SchemaError(f"{_shown(where)}/{name}: expected a whole number, 0 or more")
             if bound is not None and bound > MAX_REPEAT and self._strict:
                 raise SchemaError(f"{_shown(where)}/{name}: more than {MAX_REPEAT} is not supported")
+        least = least or 0  # null says nothing, as where it is not there
         if most is not None and most < least:
             raise SchemaError(f"{_shown(where)}: min{what} is more than max{what}")
         return min(least, MAX_REPEAT), most if most is None or most <= MAX_REPEAT else None

@@ -48,15 +48,19 @@ def _bare_value(text: str) -> str:
 
 
 def _json_before(source: Source, close: str) -> Waits[int | None]:
-    """Where ``close`` stands right after a JSON value at the front, whose strings may hold it; ``None`` without one."""
+    """Where ``close`` stands right after a JSON value at the front, whose strings may hold it; ``None`` without one.
+
+    A line break inside a string more likely means that its end was forgotten: then the first ``close`` is meant.
+    """
     ahead, seen = Source(source.rest), len(source.rest)
     pieces = json_text(ahead)
     while True:
         ahead.push(source.rest[seen:])
         ahead.final, seen = source.final, len(source.rest)
         try:
-            while next(pieces) is not None:
-                pass
+            while (piece := next(pieces)) is not None:
+                if piece == "\\n" and source.rest[seen - len(ahead.rest) - 1] == "\n":
+                    return None
         except StopIteration as end:
             if end.value is None:
                 return None

@@ -89,6 +89,8 @@ PERSON = {
             [{}, {"age": 3}, {"name": ""}, {"name": "x", "more": 1}, {"name": "x", "tags": ["a", "a", "a"]}, []],
         ),
         ({"type": ["string", "null"]}, ["x", None, 'é🦀"\\\n'], [1, True, []]),
+        ({"type": "array", "minItems": None, "maxItems": None}, [[], [1], [1, "a", None]], [{}, "1"]),
+        ({"type": "string", "minLength": None, "maxLength": None}, ["", "abc"], [1]),
         ({"type": "array", "items": {"type": "number"}, "minItems": 2}, [[1, 2.5], [1e3, 0, -1]], [[], [1], ["1"]]),
         ({"type": "array", "prefixItems": [{"const": 1}, {"type": "boolean"}]}, [[1, True]], [[1], [2, True]]),
         ({"const": {"a": [1]}}, [{"a": [1]}], [{"a": [2]}]),

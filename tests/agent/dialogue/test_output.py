@@ -134,7 +134,8 @@ BARE = {
     '{"a": "</parameter>"}': {"a": "</parameter>"},
     ' ["</parameter></function>", {"b": "\\"</parameter>"}]\n\n': ["</parameter></function>", {"b": '"</parameter>'}],
     '"</parameter>"': "</parameter>",
-    '{"a": "one\n</parameter>"}': {"a": "one\n</parameter>"},
+    '{"a": "one\\n</parameter>"}': {"a": "one\n</parameter>"},
+    '{"a": "one\ntwo"}': {"a": "one\ntwo"},
     # No JSON, or more than that: all of it is text, to the first tag.
     '{"a": "b}': '{"a": "b}',
     '{"a": 1} and more': '{"a": 1} and more',
@@ -160,6 +161,21 @@ def test_a_bare_value_ends_where_its_json_does(value: str, expected: object, who
     assert isinstance(call, Call)
     assert json.loads(call.arguments) == {"other": expected, "n": 1}
     assert after == Text("So much.")
+
+
+@pytest.mark.parametrize("name", ["qwen-coder", "seed", "glm", "minimax"])
+def test_a_forgotten_quote_holds_nothing_up(name: str) -> None:
+    text = WHOLE[name].replace("\n3\n", '\n{"a": "b}\n').replace(">3<", '>{"a": "b}<')
+    assert text != WHOLE[name]
+    parser = parser_of(name)
+    come: list[Event] = []
+    for piece in text.partition("stop")[0]:
+        come += parser.push(piece)
+    assert CallEnd() in come
+    (call, stop) = read(name, text)
+    assert isinstance(call, Call)
+    assert json.loads(call.arguments) == {"at": "x y", "n": '{"a": "b}'}
+    assert stop == STOP
 
 
 def streamed(parser: OutputParser, pieces: list[str]) -> list[Event]:
