@@ -178,6 +178,26 @@ def test_a_signal_ends_it_in_the_middle_of_an_answer(kept, monkeypatch):
     assert len(kept()) == 1
 
 
+def test_the_thread_that_loads_computes():
+    before = """
+import sys, threading
+from spark_agent.server.worker import Worker
+from spark_runtime.engine import Engine
+def told(owner, name):
+    usual = getattr(owner, name)
+    def tell(*arguments, **options):
+        print("on", threading.get_ident(), name, file=sys.stderr, flush=True)
+        return usual(*arguments, **options)
+    setattr(owner, name, tell)
+told(Engine, "load")
+told(Worker, "_work")
+"""
+    with running(before=before) as (process, _):
+        said = [line.split() for line in agent_process.ended(process).splitlines() if line.startswith("on ")]
+    assert [what for _, _, what in said] == ["load", "_work"]
+    assert len({thread for _, thread, _ in said}) == 1
+
+
 def test_a_connection_outlives_what_clients_keep():
     with running() as (process, start), contextlib.ExitStack() as opened:
         address = urlsplit(start["base_url"])
